@@ -74,8 +74,8 @@ bench-tags: setup ## Measure tags in Valkey and in Cassandra, written and read, 
 bench-sessions: setup ## Measure telemetry into Valkey, by the pipeline and the writer library, and its viewers
 	$(BIN)/python bench/sessions.py $(ARGS)
 
-protos: $(STAMPS)/project ## Renew the code that is made from src/tailrace/views/sessions/rta/*.proto
-	$(BIN)/python -m grpc_tools.protoc -Isrc --python_out=src --pyi_out=src src/tailrace/views/sessions/rta/*.proto
+protos: $(STAMPS)/project ## Renew the code that is made from src/tailrace/views/sessions/rta.proto
+	$(BIN)/python -m grpc_tools.protoc -Isrc --python_out=src --pyi_out=src src/tailrace/views/sessions/rta.proto
 
 lock: $(STAMPS)/uv ## Renew requirements/*.txt and the lock of the peers in Node
 	$(BIN)/uv pip compile pyproject.toml --extra all --group dev --universal --generate-hashes --no-annotate \

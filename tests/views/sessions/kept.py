@@ -17,7 +17,6 @@ from tailrace.log.cursor import EntryId, parse_id
 from tailrace.valkey.shards import Nodes, StoreOptions, mapping
 from tailrace.views.sessions.feed import SessionFeeds
 from tailrace.views.sessions.reader import Archive
-from tailrace.views.sessions.store import SessionStore
 from tailrace.views.sessions.streams import first_of_write
 from tailrace.views.sessions.upkeep import SessionUpkeep
 from tests.views.sessions.recorded import MS, T0, Track
@@ -65,8 +64,8 @@ class Kept(Track):
 
     def forget_writes(self) -> None:
         """Forget all writes that the stream does not have any more, as upkeep does after a time."""
-        store = SessionStore(self.shards, self.plan.store)
-        SessionUpkeep(store).cut_ledger(self.stream(), store.server_ms(self.stream()) + 60_000)
+        upkeep = SessionUpkeep(self.shards, self.plan.store)
+        upkeep.cut_ledger(self.stream(), upkeep.server_ms(self.stream()) + 60_000)
 
 
 @asynccontextmanager

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tailrace.errors import BadBurst
 from tailrace.views.sessions.burst import CONTAINERS, MAX_BURST, bursts, event, pack, periodic, session_json, unpack
-from tailrace.views.sessions.rta.stream_pb2 import StreamData, StreamDataBurst
+from tailrace.views.sessions.rta_pb2 import StreamData, StreamDataBurst
 
 BURST = next(bursts([session_json('{"identity":"abc123"}'), *periodic(16, 10**18, 10**6, 8, bytes(800))]))
 

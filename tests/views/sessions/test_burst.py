@@ -27,9 +27,8 @@ from tailrace.views.sessions.burst import (
     time_range,
     timestamped,
 )
-from tailrace.views.sessions.rta.data_pb2 import PeriodicData, TimestampedData
-from tailrace.views.sessions.rta.stream_pb2 import StreamData, StreamSubscription
-from tailrace.views.sessions.rta.viewer import NOTHING, Subscription
+from tailrace.views.sessions.rta import NOTHING, Subscription
+from tailrace.views.sessions.rta_pb2 import PeriodicData, StreamData, StreamSubscription, TimestampedData
 from tailrace.views.sessions.telemetry import BadSample, Periodic, SampleRow, TelemetryEvent, Timestamped
 from tests.examples import examples
 

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from tailrace.api.answers import Burst, ChannelSeries, Value
-from tailrace.testing.service import ServiceThread, served
+from tailrace.testing.installation import ServiceThread, served
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions.cli import CELL_NS, Board, Gauge
 from tests.command_line import command, on_a_terminal, rows, run

@@ -11,7 +11,7 @@ import pytest
 from tailrace.api.answers import Burst, Control
 from tailrace.client.river import connect
 from tailrace.errors import BadRequest, CursorError, SessionNotFound
-from tailrace.testing.service import ServiceThread, served
+from tailrace.testing.installation import ServiceThread, served
 from tailrace.valkey.shards import StoreOptions
 from tests.views.sessions.recorded import MS, T0, Track
 from tests.views.sessions.test_feed import configured, expected, lap

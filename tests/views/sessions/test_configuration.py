@@ -71,7 +71,7 @@ def _only(conversion: dict[str, Any], **options: bool) -> Configuration:
 
 
 def test_channels_have_their_types_rates_and_the_byte_order_of_their_parameters() -> None:
-    channels = Channels.of([(_parse(CAR), 0)])
+    channels = Channels([(_parse(CAR), 0)])
     found = [(each.id, each.type, each.source, each.interval, each.big_endian) for each in channels]
     assert found == [
         (0, "u16", "periodic", 10_000_000, False),
@@ -115,7 +115,7 @@ def test_an_empty_configuration_has_no_channels() -> None:
 
 
 def test_events_convert_each_value_by_its_own_conversion() -> None:
-    channels = Channels.of([(_parse(CAR), 100)])
+    channels = Channels([(_parse(CAR), 100)])
     pit = channels.event("Chassis", 7)
     assert pit is not None
     assert (pit.description, pit.priority) == ("Pit", "high")
@@ -138,7 +138,7 @@ def test_the_offset_of_a_binding_moves_channels_and_what_refers_to_them() -> Non
 
 def test_a_session_has_the_channels_of_all_its_bindings_and_the_first_is_right() -> None:
     other = _parse({"b": {"channels": [{"id": 0, "type": "u8"}, {"id": 9, "type": "u8"}]}})
-    channels = Channels.of([(_parse(CAR), 10), (other, 0), (other, 5)])
+    channels = Channels([(_parse(CAR), 10), (other, 0), (other, 5)])
     assert channels.complete
     types = {10: "u16", 11: "u16", 12: "u8", 13: "s16", 14: "f64", 0: "u8", 9: "u8", 5: "u8"}
     assert {each.id: each.type for each in channels} == types
@@ -151,14 +151,14 @@ def test_a_session_has_the_channels_of_all_its_bindings_and_the_first_is_right()
 
 def test_only_a_session_all_of_whose_configurations_are_known_is_complete() -> None:
     known = _parse(CAR)
-    assert Channels.of([(known, 0)]).complete
-    assert not Channels.of([(known, 0), (None, 10)]).complete
-    assert not Channels.of([]).complete
-    assert len(Channels.of([(known, 0), (None, 10)])) == 5
+    assert Channels([(known, 0)]).complete
+    assert not Channels([(known, 0), (None, 10)]).complete
+    assert not Channels().complete
+    assert len(Channels([(known, 0), (None, 10)])) == 5
 
 
 def test_what_is_described_to_clients_is_json_by_channel_with_what_is_read_from_it() -> None:
-    described = Channels.of([(_parse(CAR), 16)]).described()
+    described = Channels([(_parse(CAR), 16)]).described()
     assert json.loads(json.dumps(described)) == described
     assert [channel["id"] for channel in described] == [16, 17, 18, 19, 20]
     first = described[0]

@@ -15,7 +15,7 @@ import pytest
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from tailrace.testing.service import ServiceThread, served
+from tailrace.testing.installation import ServiceThread, served
 from tailrace.valkey.shards import StoreOptions
 from tests.http.parts import problem
 from tests.views.sessions.foreign import SECOND, Foreign, connected

@@ -12,9 +12,8 @@ import pytest
 
 from tailrace import SessionWriter
 from tailrace.demo.cars import CONFIGURATION, IDENTIFIER, LAP
-from tailrace.testing.service import ServiceProcess, served
+from tailrace.testing.installation import ServiceProcess, served
 from tailrace.valkey.shards import Shards, StoreOptions
-from tailrace.views.sessions.store import SessionStore
 from tailrace.views.sessions.upkeep import SessionUpkeep
 from tests.browser import Tab, browsing
 
@@ -162,7 +161,7 @@ def test_a_page_waits_for_its_session_and_says_that_a_part_is_missing(
             service.kill()
             for _ in range(5):
                 car.go(1)
-            keeping = SessionUpkeep(SessionStore(Shards(store).open()))
+            keeping = SessionUpkeep(Shards(store).open())
             *older, newest = keeping.weigh(identity, (0, 0))
             keeping.shed(identity, newest.number, [entry.id for entry in older])
             service.start()

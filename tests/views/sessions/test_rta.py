@@ -14,9 +14,9 @@ import pytest
 
 from tailrace import SessionWriter
 from tailrace.embedded.valkey import EmbeddedValkey
-from tailrace.testing.service import ServiceThread, served
+from tailrace.testing.installation import ServiceThread, served
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.sessions.rta import viewer as viewers
+from tailrace.views.sessions import rta as viewers
 from tests.http.parts import problem
 from tests.views.sessions.foreign import (
     T0,

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tailrace.embedded.valkey import EmbeddedValkey
-from tailrace.testing.service import served
+from tailrace.testing.installation import served
 from tailrace.valkey.keys import Keys
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions.routes import iso

@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from tailrace.errors import BadBurst
 from tailrace.views.sessions.burst import bursts, event, periodic, row, session_json, time_range, timestamped
 from tailrace.views.sessions.configuration import Channels, Configuration
-from tailrace.views.sessions.rta.data_pb2 import PeriodicData, TimestampedData
-from tailrace.views.sessions.rta.stream_pb2 import StreamData, StreamDataBurst
-from tailrace.views.sessions.samples import Decoded, Occurrence, samples_of
+from tailrace.views.sessions.rta_pb2 import PeriodicData, StreamData, TimestampedData
+from tailrace.views.sessions.samples import Decoded, samples_of
 from tailrace.views.sessions.telemetry import WIDTHS, pack_values
 
 NOW = 1_620_129_055_123_456_789
 TYPES = list(WIDTHS)
-CHANNELS = Channels.of(
+CHANNELS = Channels(
     [
         (
             Configuration.parse(
@@ -37,7 +36,7 @@ CHANNELS = Channels.of(
         )
     ]
 )
-NONE = Channels.of([])
+NONE = Channels()
 
 
 def _decoded(messages: list[bytes], channels: Channels = CHANNELS) -> Decoded:
@@ -63,25 +62,30 @@ def test_what_was_put_in_comes_out_with_exactly_its_times(
         np.concatenate([each.times for each in decoded.series]),
         np.concatenate([times, NOW + 7 * np.arange(count)]),
     )
-    assert b"".join(each.raw.tobytes() for each in decoded.series) == buffer * 2
-    assert {each.channel for each in decoded.series} == {100 + at}
-    assert all(len(each.raw) == len(each.times) for each in decoded.series)
+    assert b"".join(each.values.tobytes() for each in decoded.series) == buffer * 2
+    assert {each.line for each in decoded.series} == {100 + at}
+    assert all(len(each.values) == len(each.times) for each in decoded.series)
     assert all(each.times.dtype == np.int64 for each in decoded.series)
 
 
 def test_updates_and_events_come_out_in_order() -> None:
     decoded = _decoded(
         [
-            session_json("{}"),
+            session_json('{"a":0,"b":2}'),
             time_range(1, 2),
             event(7, "a", NOW, "on", [1.5]),
+            event(8, "a", NOW),
+            session_json("no JSON"),
             session_json('{"a":1}'),
             time_range(0, 9),
         ]
     )
-    assert decoded.session_json == ["{}", '{"a":1}']
-    assert decoded.ranges == [(1, 2), (0, 9)]
-    assert decoded.events == [Occurrence(7, "a", NOW, "on", (1.5,))]
+    assert decoded.json == '{"a":1,"b":2}'
+    assert decoded.range == (0, 9)
+    assert decoded.events == [
+        {"id": 7, "app": "a", "time": str(NOW), "text": "on", "values": [1.5]},
+        {"id": 8, "app": "a", "time": str(NOW), "text": "", "values": []},
+    ]
     assert decoded.series == []
 
 
@@ -92,16 +96,16 @@ def test_rows_of_the_same_channels_are_one_series_for_each() -> None:
     ]
     decoded = _decoded(rows)
     first, second, third = decoded.series
-    assert [each.channel for each in decoded.series] == [102, 120, 107]
-    assert first.raw.tolist() == list(range(50))
-    assert second.raw.tolist() == list(range(1, 51))
-    assert third.raw.shape == (50, 3)
+    assert [each.line for each in decoded.series] == [102, 120, 107]
+    assert first.values.tolist() == list(range(50))
+    assert second.values.tolist() == list(range(1, 51))
+    assert third.values.shape == (50, 3)
     assert first.times.tolist() == [NOW + i for i in range(50)]
 
 
 def test_big_endian_samples_are_read_as_such() -> None:
     (series,) = _decoded(periodic(120, NOW, 1, 2, b"\x01\x02\x03\x04")).series
-    assert series.raw.tolist() == [0x0102, 0x0304]
+    assert series.values.tolist() == [0x0102, 0x0304]
 
 
 @pytest.mark.parametrize(("deltas", "samples", "taken"), [(3, 2, 2), (2, 3, 2), (0, 2, 0), (2, 0, 0)])
@@ -115,21 +119,21 @@ def test_of_times_and_samples_that_are_not_equally_many_those_are_taken_that_hav
         timestamp_deltas=[0, 1, 1][:deltas],
         buffer=bytes(2 * samples),
     )
-    decoded = samples_of(StreamDataBurst(data=[StreamData(timestamped_data=uneven)]), CHANNELS)
+    decoded = _decoded([StreamData(timestamped_data=uneven).SerializeToString()])
     assert [each.times.tolist() for each in decoded.series] == ([[NOW, NOW + 10][:taken]] if taken else [])
 
 
 @pytest.mark.parametrize(("claimed", "size", "taken"), [(5, 4, 2), (1, 4, 1), (2**31 - 1, 5, 2), (-1, 4, 0)])
 def test_periodic_samples_are_never_more_than_there_are(claimed: int, size: int, taken: int) -> None:
     uneven = PeriodicData(channel_id=102, start_timestamp=NOW, interval=3, samples=claimed, buffer=bytes(size))
-    decoded = samples_of(StreamDataBurst(data=[StreamData(periodic_data=uneven)]), CHANNELS)
-    assert sum(len(each.raw) for each in decoded.series) == taken
+    decoded = _decoded([StreamData(periodic_data=uneven).SerializeToString()])
+    assert sum(len(each.values) for each in decoded.series) == taken
 
 
 def test_the_scale_may_be_absent_when_there_is_one_sample() -> None:
     alone = TimestampedData(channel_id=102, start_timestamp=NOW, timestamp_deltas=[0], buffer=b"\x01\x00")
-    (series,) = samples_of(StreamDataBurst(data=[StreamData(timestamped_data=alone)]), CHANNELS).series
-    assert (series.times.tolist(), series.raw.tolist()) == ([NOW], [1])
+    (series,) = _decoded([StreamData(timestamped_data=alone).SerializeToString()]).series
+    assert (series.times.tolist(), series.values.tolist()) == ([NOW], [1])
 
 
 def test_a_channel_that_is_not_known_is_read_as_f64_if_its_samples_are_as_wide() -> None:
@@ -143,7 +147,7 @@ def test_a_channel_that_is_not_known_is_read_as_f64_if_its_samples_are_as_wide()
         ],
         NONE,
     )
-    assert [each.raw.tolist() for each in decoded.series] == [[0.5, 1.5], [2.5], [3.5], [4.5]]
+    assert [each.values.tolist() for each in decoded.series] == [[0.5, 1.5], [2.5], [3.5], [4.5]]
 
 
 def test_samples_from_before_their_configuration_was_published_are_read_as_f64() -> None:
@@ -155,7 +159,7 @@ def test_samples_from_before_their_configuration_was_published_are_read_as_f64()
             row([102, 120], NOW + 1, pack_values("s16", [7]) + pack_values("s16", [8], True)),
         ]
     )
-    raw = [(each.channel, each.times.tolist(), each.raw.tolist()) for each in decoded.series]
+    raw = [(each.line, each.times.tolist(), each.values.tolist()) for each in decoded.series]
     assert raw == [
         (102, [NOW, NOW + 5], [0.5, 1.5]),
         (120, [NOW], [2.5]),
@@ -185,8 +189,8 @@ def test_times_beyond_what_a_double_holds_stay_exact() -> None:
     )
 )
 def test_whatever_a_writer_has_put_together_reading_it_does_not_fail(message: TimestampedData) -> None:
-    decoded = samples_of(StreamDataBurst(data=[StreamData(timestamped_data=message)]), CHANNELS)
-    assert all(len(each.times) == len(each.raw) for each in decoded.series)
+    decoded = _decoded([StreamData(timestamped_data=message).SerializeToString()])
+    assert all(len(each.times) == len(each.values) for each in decoded.series)
 
 
 def test_bytes_that_are_no_burst_are_refused() -> None:

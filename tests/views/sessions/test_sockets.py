@@ -14,7 +14,7 @@ from websockets.sync.client import connect
 
 from tailrace.errors import AccessDenied
 from tailrace.http.routing import refuse_foreign
-from tailrace.testing.service import ServiceThread, served
+from tailrace.testing.installation import ServiceThread, served
 from tailrace.valkey.shards import StoreOptions
 from tests.views.sessions.foreign import T0, Foreign, connected, time_range
 from tests.views.sessions.rta_client import SUBPROTOCOL, RtaClient, decode

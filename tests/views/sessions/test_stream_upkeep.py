@@ -45,7 +45,7 @@ def a_session(store: SessionStore, stream: str, identity: str, number: int) -> N
 
 
 def test_entries_are_weighed_in_portions_without_their_data(sessions: SessionStore) -> None:
-    keeping, stream = SessionUpkeep(sessions), a_stream()
+    keeping, stream = SessionUpkeep(sessions.shards), a_stream()
     assert keeping.weigh(stream, (0, 0)) == []
     written(sessions, stream, [(1, b"x" * 700_000), (22, b"y" * 700_000)] * 3)
     key = sessions.shards.keys.stream(stream)
@@ -63,7 +63,7 @@ def test_entries_are_weighed_in_portions_without_their_data(sessions: SessionSto
 
 
 def test_readers_are_told_what_was_shed_and_the_ledger_stays(sessions: SessionStore) -> None:
-    keeping, stream = SessionUpkeep(sessions), a_stream()
+    keeping, stream = SessionUpkeep(sessions.shards), a_stream()
     written(sessions, stream, [(1, b"a"), (2, b"b"), (1, b"c"), (2, b"d")])
     ids = [entry.id for entry in keeping.weigh(stream, (0, 0))]
     keys = sessions.shards.keys
@@ -99,7 +99,7 @@ def test_readers_are_told_what_was_shed_and_the_ledger_stays(sessions: SessionSt
 
 
 def test_the_ledger_forgets_writes_after_a_time_but_none_that_the_stream_has(sessions: SessionStore) -> None:
-    keeping, stream = SessionUpkeep(sessions), a_stream()
+    keeping, stream = SessionUpkeep(sessions.shards), a_stream()
     keys = sessions.shards.keys
     ledger, trimmed = keys.ledger(stream), keys.trimmed(stream)
 
@@ -126,7 +126,7 @@ def test_the_ledger_forgets_writes_after_a_time_but_none_that_the_stream_has(ses
 
 
 def test_a_session_is_forgotten_unless_it_has_changed(sessions: SessionStore) -> None:
-    keeping, stream = SessionUpkeep(sessions), a_stream()
+    keeping, stream = SessionUpkeep(sessions.shards), a_stream()
     a_session(sessions, stream, f"{stream}-old", 5)
     a_session(sessions, stream, f"{stream}-live", 6)
     # What a writer notes for itself is no session; an opening that came to nothing is, as long as it is young.
@@ -149,7 +149,7 @@ def test_a_session_is_forgotten_unless_it_has_changed(sessions: SessionStore) ->
 
 
 def test_a_stream_goes_when_it_has_no_sessions_and_marks_stay(sessions: SessionStore) -> None:
-    keeping, stream = SessionUpkeep(sessions), a_stream()
+    keeping, stream = SessionUpkeep(sessions.shards), a_stream()
     later = sessions.server_ms(stream) + 60_000
     assert not keeping.drop(stream, later)
     written(sessions, stream, [(5, b"a")])
@@ -159,19 +159,19 @@ def test_a_stream_goes_when_it_has_no_sessions_and_marks_stay(sessions: SessionS
     (kept,) = keeping.sessions(stream)
     assert keeping.forget(stream, kept, 5, 0)
     assert not keeping.drop(stream, later - 3_600_000)
-    assert stream in keeping.streams()
+    assert stream in keeping.maintained()
     assert keeping.drop(stream, later)
-    assert stream not in keeping.streams()
+    assert stream not in keeping.maintained()
     assert sessions.read(stream, "t:0", ["\0t:0"])[0] == 0
     assert set(sessions.read(stream, "t:0", ["\0t:0"])[1]) == {"\0t:0"}
     # What comes again is refused, and what is new begins the stream anew.
     assert sessions.write([Write(stream, "t:0", NOTHING, 0, (), [(5, b"a")])]) == [Verdict.MOVED]
     written(sessions, stream, [(6, b"b")])
-    assert stream in keeping.streams()
+    assert stream in keeping.maintained()
 
 
 def test_configurations_live_on_while_they_are_renewed(sessions: SessionStore) -> None:
-    keeping, name = SessionUpkeep(sessions), f"car-{next(_fresh)}"
+    keeping, name = SessionUpkeep(sessions.shards), f"car-{next(_fresh)}"
     sessions.put_config(name, b"{}")
     key = sessions.shards.keys.config(name)
     sessions.shards.run_keyed([(key, ("PEXPIRE", key, 60_000))])
@@ -183,4 +183,4 @@ def test_streams_of_others_with_braces_in_their_names_are_left_alone(sessions: S
     keys, name = sessions.shards.keys, "theirs{7}"
     sessions.shards.run_keyed([(keys.streams(), ("SADD", keys.streams(), name))])
     assert name in sessions.streams()
-    assert name not in SessionUpkeep(sessions).streams()
+    assert name not in SessionUpkeep(sessions.shards).maintained()

@@ -55,10 +55,10 @@ async def test_a_session_that_another_program_wrote_is_found_and_read(any_store:
             found = await live.get(mine.identity)
             assert found is not None
             assert (found.number, found.stream, found.state) == (mine.number, mine.stream, "open")
-            assert (found.start, found.end, found.position) == (T0, T0 + 2, (0, 0))
+            assert (found.span, found.position) == ((T0, T0 + 2), (0, 0))
             ended = await live.get(other.identity)
             assert ended is not None
-            assert (ended.state, ended.start, ended.merged, ended.order) == ("truncated", None, None, ())
+            assert (ended.state, ended.span, ended.merged, ended.order) == ("truncated", None, None, ())
             assert await live.get("nobody") is None
             entries = await live.read(mine.stream, (0, 0), 100, mine.number)
             assert [entry.id for entry in entries][1:] == ids
@@ -87,7 +87,7 @@ async def test_a_hash_without_what_every_writer_writes_is_no_session(store: Stor
             client.hset(f"sessions:{store.prefix}-half", mapping={"streamSessionId": 1, "streamName": "s", "tStart": 1})
             half = await hub.live.get(f"{store.prefix}-half")
             assert half is not None
-            assert (half.json, half.start, half.end) == (None, None, None)
+            assert (half.json, half.span) == (None, None)
 
 
 async def test_what_nobody_should_have_written_stops_no_reader(store: StoreOptions) -> None:

@@ -52,7 +52,7 @@ class Site:
         prepare(self.shards)
         # Whatever is written here was written ten minutes ago.
         self.store = SessionStore(self.shards, SessionOptions(), lambda: time.time() - 600)
-        self.keeping = SessionUpkeep(self.store)
+        self.keeping = SessionUpkeep(self.shards)
 
     def do(self, work: Work) -> dict[str, object]:
         with JobLease(self.shards, "test", kind=LEASE) as lease:

@@ -19,11 +19,12 @@ import pytest
 from websockets.exceptions import ConnectionClosed
 
 from tailrace.api.answers import Closing
-from tailrace.testing.service import ServiceProcess, ServiceThread, served
+from tailrace.testing.installation import ServiceProcess, ServiceThread, served
 from tailrace.valkey.shards import Nodes, StoreOptions
+from tailrace.views.sessions import rta as viewers
 from tailrace.views.sessions.reader import StreamHub
-from tailrace.views.sessions.rta import viewer as viewers
-from tailrace.views.sessions.rta.viewer import Viewer, ViewerOptions
+from tailrace.views.sessions.rta import Viewer
+from tailrace.views.sessions.settings import SessionsSettings
 from tailrace.views.sessions.streams import LiveSessions, Located
 from tests.views.sessions.foreign import T0, Foreign, connected, event, packed, periodic, session_json
 from tests.views.sessions.rta_client import SUBPROTOCOL, RtaClient, decode, request
@@ -55,7 +56,7 @@ async def hub_of(options: StoreOptions, ring_bytes: int = 64 << 20) -> AsyncIter
 @asynccontextmanager
 async def viewing(hub: StreamHub, identity: str, **options: Any) -> AsyncIterator[tuple[Viewer, Any]]:
     """A viewer who wants everything and has got what comes first, and how to pull what comes next."""
-    viewer = Viewer(hub, identity, ViewerOptions(**options))
+    viewer = Viewer(hub, identity, SessionsSettings(**options))
     messages: AsyncGenerator[bytes, None] = viewer.messages()
     assert viewer.hear(ALL) is None
 
@@ -102,7 +103,7 @@ async def test_all_who_want_the_same_are_given_the_same_bytes(store: StoreOption
         viewing(hub, session.identity) as (_, second),
         hub.follow(session.stream, asyncio.Event()) as tap,
     ):
-        some = [Viewer(hub, session.identity, ViewerOptions()) for _ in range(2)]
+        some = [Viewer(hub, session.identity, SessionsSettings()) for _ in range(2)]
         streams = [viewer.messages() for viewer in some]
         for viewer, messages in zip(some, streams, strict=True):
             viewer.hear(request(channels=[1, 2]))
@@ -170,7 +171,7 @@ async def test_what_came_between_two_subscriptions_is_not_read_back_again(
 
     sent(0)
     async with hub_of(store) as hub:
-        viewer, got = Viewer(hub, session.identity, ViewerOptions()), list[tuple[int, int]]()
+        viewer, got = Viewer(hub, session.identity, SessionsSettings()), list[tuple[int, int]]()
         messages = viewer.messages()
         await anext(messages)
         for at in (1, 2):  # both come before there is time to read back
@@ -188,7 +189,7 @@ async def test_what_came_between_two_subscriptions_is_not_read_back_again(
 async def test_a_viewer_too_far_behind_goes_on_at_the_end_and_is_told_what_it_missed(
     store: StoreOptions, session: Foreign
 ) -> None:
-    async with hub_of(store) as hub, viewing(hub, session.identity, client_bytes=100_000, backfill_ms=0) as (_, pull):
+    async with hub_of(store) as hub, viewing(hub, session.identity, client_bytes="100KiB", backfill="0s") as (_, pull):
         sizes = []
         for i in range(30):
             sizes.append(len(packed(event(1, T0 + i, os.urandom(4000).hex()))))
@@ -206,7 +207,7 @@ async def test_a_viewer_too_far_behind_goes_on_at_the_end_and_is_told_what_it_mi
 
 
 async def test_a_viewer_too_far_behind_is_closed_if_that_is_configured(store: StoreOptions, session: Foreign) -> None:
-    options = {"client_bytes": 100_000, "drop": False}
+    options = {"client_bytes": "100KiB", "slow": "close"}
     async with hub_of(store) as hub, viewing(hub, session.identity, **options) as (viewer, pull):
         for i in range(30):
             session.append(event(1, T0 + i, os.urandom(4000).hex()))
@@ -240,16 +241,16 @@ async def test_a_session_that_is_gone_or_began_anew_is_noticed_in_the_silence(
         assert viewer.closing == Closing(1000, "the session is no longer kept")
 
 
-@pytest.mark.parametrize(("backfill_ms", "wanted"), [(0, 0), (10_000, 1), (30_000, 2), (600_000, 3)])
+@pytest.mark.parametrize(("backfill", "wanted"), [("0s", 0), ("10s", 1), ("30s", 2), ("10m", 3)])
 async def test_the_stream_is_read_back_for_as_long_as_is_configured(
-    store: StoreOptions, session: Foreign, client: Any, backfill_ms: int, wanted: int
+    store: StoreOptions, session: Foreign, client: Any, backfill: str, wanted: int
 ) -> None:
     key, now = f"stream:{session.stream}", int(client.time()[0]) * 1000
     client.delete(key)
     for age_ms in (50_000, 20_000, 5_000):
         data = packed(event(1, T0 - age_ms, "old"))
         client.xadd(key, {"id": session.number, "data": data}, id=f"{now - age_ms}-1")
-    async with hub_of(store) as hub, viewing(hub, session.identity, backfill_ms=backfill_ms) as (_, pull):
+    async with hub_of(store) as hub, viewing(hub, session.identity, backfill=backfill) as (_, pull):
         got = [decode(await pull() or b"").events for _ in range(wanted)]
         assert len(got) == wanted
         waiting = asyncio.ensure_future(pull())

@@ -12,7 +12,7 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, unknown_fields
 from grpc_tools import protoc
 
-from tailrace.views.sessions import rta
+from tailrace.views.sessions import rta_pb2
 from tailrace.views.sessions.burst import (
     bursts,
     event,
@@ -24,41 +24,36 @@ from tailrace.views.sessions.burst import (
     timestamped,
     unpack,
 )
-from tailrace.views.sessions.rta import data_pb2, stream_pb2
 from tailrace.views.sessions.telemetry import pack_values
 
-SOURCE = Path(rta.__file__).parents[4]
-PROTOS = ["tailrace/views/sessions/rta/data.proto", "tailrace/views/sessions/rta/stream.proto"]
+SOURCE = Path(rta_pb2.__file__).parents[3]
+PROTO = "tailrace/views/sessions/rta.proto"
 T0 = 1_620_129_055 * 10**9
 VALUES = pack_values("f64", [12.7, 14.9, 21.2])
 
 FIELDS = {
-    "rta.model.data.TimestampedData": [
+    "rta.model.net.stream.TimestampedData": [
         "1 channel_id uint32",
         "2 start_timestamp sfixed64",
         "3 timestamp_deltas_scale int64",
         "4 timestamp_deltas repeated int64",
         "5 buffer bytes",
     ],
-    "rta.model.data.PeriodicData": [
+    "rta.model.net.stream.PeriodicData": [
         "1 channel_id uint32",
         "2 start_timestamp sfixed64",
         "3 interval int64",
         "4 samples int32",
         "5 buffer bytes",
     ],
-    "rta.model.data.RowData": ["1 channel_ids repeated uint32", "2 timestamp sfixed64", "3 buffer bytes"],
-    "rta.model.data.Event": [
+    "rta.model.net.stream.RowData": ["1 channel_ids repeated uint32", "2 timestamp sfixed64", "3 buffer bytes"],
+    "rta.model.net.stream.Event": [
         "1 event_definition_id int32",
         "2 app_name string",
         "3 timestamp sfixed64",
         "4 status_text string",
         "5 raw_data repeated double",
     ],
-    "rta.model.data.EventsList": ["1 events repeated message"],
-    "rta.model.data.RowDataList": ["1 row_data repeated message"],
-    "rta.model.data.PeriodicDataList": ["1 periodic_data repeated message"],
-    "rta.model.data.TimestampedDataList": ["1 timestamped_data repeated message"],
     "rta.model.net.stream.StreamDataBurst": ["1 data repeated message"],
     "rta.model.net.stream.StreamData": [
         "2 session_json string in data",
@@ -85,17 +80,17 @@ def inner(message: bytes) -> bytes:
 
 VECTORS: dict[str, tuple[str, str, bytes]] = {
     "three samples at times of their own": (
-        "rta.model.data.TimestampedData",
+        "rta.model.net.stream.TimestampedData",
         "081011007690adcada7b16188094ebdc0322030004052a186666666666662940cdcccccccccc2d403333333333333540",
         inner(timestamped(16, [T0, T0 + 4 * 10**9, T0 + 9 * 10**9], 8, VALUES)[0]),
     ),
     "two samples at equal distances": (
-        "rta.model.data.PeriodicData",
+        "rta.model.net.stream.PeriodicData",
         "081011007690adcada7b161880e497d01220022a106666666666662940cdcccccccccc2d40",
         inner(periodic(16, T0, 5 * 10**9, 8, VALUES[:16])[0]),
     ),
     "one sample after a gap": (
-        "rta.model.data.PeriodicData",
+        "rta.model.net.stream.PeriodicData",
         "081011004ca22bceda7b161880e497d01220012a083333333333333540",
         inner(periodic(16, T0 + 15 * 10**9, 5 * 10**9, 8, VALUES[16:])[0]),
     ),
@@ -112,34 +107,34 @@ VECTORS: dict[str, tuple[str, str, bytes]] = {
     "a request for events and two channels": (
         "rta.model.net.stream.StreamRequest",
         "120608011a021011",
-        stream_pb2.StreamRequest(
-            subscribe=stream_pb2.StreamSubscription(all_events=True, data_channel_ids=[16, 17])
+        rta_pb2.StreamRequest(
+            subscribe=rta_pb2.StreamSubscription(all_events=True, data_channel_ids=[16, 17])
         ).SerializeToString(),
     ),
     "a request for all channels": (
         "rta.model.net.stream.StreamRequest",
         "12021001",
-        stream_pb2.StreamRequest(subscribe=stream_pb2.StreamSubscription(all_data_channels=True)).SerializeToString(),
+        rta_pb2.StreamRequest(subscribe=rta_pb2.StreamSubscription(all_data_channels=True)).SerializeToString(),
     ),
     # Those above are from worked examples of the protocol; the ones below are our own.
     "a row of two channels": (
-        "rta.model.data.RowData",
+        "rta.model.net.stream.RowData",
         "0a0210111101000000000000001a03ff0102",
         inner(row([16, 17], 1, b"\xff\x01\x02")),
     ),
     "a row with a channel of five bytes": (
-        "rta.model.data.RowData",
+        "rta.model.net.stream.RowData",
         "0a06 00 ffffffff0f 11 ffffffffffffffff 1a01 07".replace(" ", ""),
         inner(row([0, 2**32 - 1], -1, b"\x07")),
     ),
     "an event with values": (
-        "rta.model.data.Event",
+        "rta.model.net.stream.Event",
         "0807 1203 454355 19 007690adcada7b16 2202 6f6e 2a10 000000000000f03f 00000000000000c0".replace(" ", ""),
         inner(event(7, "ECU", T0, "on", [1.0, -2.0])),
     ),
-    "an event of which nothing is said": ("rta.model.data.Event", "", inner(event(0, "", 0))),
+    "an event of which nothing is said": ("rta.model.net.stream.Event", "", inner(event(0, "", 0))),
     "the nanosecond after the last that a double has": (
-        "rta.model.data.TimestampedData",
+        "rta.model.net.stream.TimestampedData",
         "1101000000000020001801220400019c012a03010203",
         inner(timestamped(0, [2**53 + 1, 2**53 + 2, 2**53 + 158], 1, b"\x01\x02\x03")[0]),
     ),
@@ -149,7 +144,7 @@ VECTORS: dict[str, tuple[str, str, bytes]] = {
         inner(time_range(-(2**63), 2**63 - 1)),
     ),
     "one sample alone": (
-        "rta.model.data.TimestampedData",
+        "rta.model.net.stream.TimestampedData",
         "0801110a000000000000001801220100" + "2a02ffff",
         inner(timestamped(1, [10], 2, b"\xff\xff")[0]),
     ),
@@ -158,9 +153,9 @@ VECTORS: dict[str, tuple[str, str, bytes]] = {
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> descriptor_pb2.FileDescriptorSet:
-    """Descriptors of the protos as protoc compiles them now, to compare with the committed code."""
+    """Descriptors of the messages as protoc compiles them now, to compare with the committed code."""
     target = tmp_path_factory.mktemp("protoc") / "set"
-    assert protoc.main(["protoc", f"-I{SOURCE}", f"--descriptor_set_out={target}", *PROTOS]) == 0
+    assert protoc.main(["protoc", f"-I{SOURCE}", f"--descriptor_set_out={target}", PROTO]) == 0
     return descriptor_pb2.FileDescriptorSet.FromString(target.read_bytes())
 
 
@@ -182,24 +177,23 @@ def _field(each: Any) -> str:
 
 def test_fields_have_the_names_numbers_and_types_of_the_protocol() -> None:
     found = {}
-    for module in (data_pb2, stream_pb2):
-        for message in module.DESCRIPTOR.message_types_by_name.values():
-            found[message.full_name] = [_field(each) for each in message.fields]
+    for message in rta_pb2.DESCRIPTOR.message_types_by_name.values():
+        found[message.full_name] = [_field(each) for each in message.fields]
     assert found == FIELDS
-    for kind in (stream_pb2.StreamData, stream_pb2.StreamRequest):
+    for kind in (rta_pb2.StreamData, rta_pb2.StreamRequest):
         reserved = descriptor_pb2.DescriptorProto()
         kind.DESCRIPTOR.CopyToProto(reserved)
         assert [(each.start, each.end) for each in reserved.reserved_range] == [(1, 2)]
 
 
-def test_the_committed_code_is_what_protoc_makes_of_the_protos(compiled: descriptor_pb2.FileDescriptorSet) -> None:
-    for module, made in zip((data_pb2, stream_pb2), compiled.file, strict=True):
-        committed = descriptor_pb2.FileDescriptorProto.FromString(module.DESCRIPTOR.serialized_pb)
-        for each in (committed, made):
-            for message in each.message_type:
-                for field in message.field:
-                    field.ClearField("json_name")
-        assert committed == made, "run `make protos`"
+def test_the_committed_code_is_what_protoc_makes_of_the_proto(compiled: descriptor_pb2.FileDescriptorSet) -> None:
+    (made,) = compiled.file
+    committed = descriptor_pb2.FileDescriptorProto.FromString(rta_pb2.DESCRIPTOR.serialized_pb)
+    for each in (committed, made):
+        for message in each.message_type:
+            for field in message.field:
+                field.ClearField("json_name")
+    assert committed == made, "run `make protos`"
 
 
 @pytest.mark.parametrize("what", VECTORS)
@@ -214,12 +208,12 @@ def test_code_that_was_compiled_apart_writes_the_same_vector(what: str, classes:
     parsed = classes[name].FromString(bytes.fromhex(expected))
     assert len(unknown_fields.UnknownFieldSet(parsed)) == 0
     assert parsed.SerializeToString().hex() == expected
-    ours = getattr(data_pb2 if ".data." in name else stream_pb2, name.rpartition(".")[2])
+    ours = getattr(rta_pb2, name.rpartition(".")[2])
     assert str(parsed) == str(ours.FromString(bytes.fromhex(expected)))
 
 
 def _protoc(option: str, data: bytes) -> bytes:
-    command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{SOURCE}", option, *PROTOS]
+    command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{SOURCE}", option, PROTO]
     return subprocess.run(command, input=data, capture_output=True, check=True).stdout
 
 

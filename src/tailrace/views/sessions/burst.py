@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import lz4.block
 import lz4.frame
@@ -37,8 +37,15 @@ import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
 from tailrace.errors import BadBurst, BadRequest, TooLarge
-from tailrace.views.sessions.rta.data_pb2 import Event, PeriodicData, RowData, TimestampedData
-from tailrace.views.sessions.rta.stream_pb2 import StreamData, StreamDataBurst, StreamTimeRange
+from tailrace.views.sessions.rta_pb2 import (
+    Event,
+    PeriodicData,
+    RowData,
+    StreamData,
+    StreamDataBurst,
+    StreamTimeRange,
+    TimestampedData,
+)
 from tailrace.views.sessions.telemetry import (
     WIDTHS,
     BadSample,
@@ -291,6 +298,15 @@ def parse(data: bytes) -> StreamDataBurst:
     return burst
 
 
+def parts_of(kind: str, block: bytes, container: str) -> list[Any]:
+    """Return the content of the messages of one kind in a block; none if it is unreadable."""
+    try:
+        messages = parse(unpack(block, container)).data
+    except BadBurst:
+        return []
+    return [getattr(message, kind) for message in messages if message.WhichOneof("data") == kind]
+
+
 def _run(
     channel: int,
     at: npt.NDArray[np.int64],
@@ -527,7 +543,7 @@ def row_of(part: SampleRow, channel_of: ChannelOf) -> WholeMessage:
     types = [part.as_ if channel is None else channel.type for channel in channels]
     buffer = part.data
     if buffer is None:
-        buffer, values, at = b"", part.values or [], 0
+        buffer, values, at = b"", [] if part.values is None else part.values, 0
         for type_, channel in zip(types, channels, strict=True):
             after = at + (3 if type_ == "3f32" else 1)
             buffer += pack_values(type_, values[at:after], channel is not None and channel.big_endian)

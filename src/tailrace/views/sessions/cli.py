@@ -318,8 +318,6 @@ class Gauge:
 
 @dataclass(slots=True)
 class _Cell:
-    """The samples of one bar."""
-
     at: int
     sum: float = 0.0
     count: int = 0
@@ -341,7 +339,6 @@ def _fitting(rows: list[dict[str, str]], width: int) -> tuple[list[str], int]:
 
 
 def number(value: Any) -> str:
-    """Write a value in few characters."""
     if isinstance(value, list):
         return " ".join(map(number, value))
     if isinstance(value, float):

@@ -50,8 +50,6 @@ _ALL_BITS = 0xFFFF_FFFF
 
 
 class Rational(msgspec.Struct, frozen=True):
-    """A quotient of two quadratics."""
-
     coefficients: tuple[float, float, float, float, float, float] = UNIT
 
     def values(self, raw: Array) -> Array:
@@ -83,8 +81,6 @@ class LookupTable(msgspec.Struct, frozen=True):
 
 
 class TextTable(msgspec.Struct, frozen=True):
-    """Names of numbers."""
-
     names: dict[float, str]
     default: str = ""
 
@@ -179,8 +175,6 @@ class Parameter(msgspec.Struct, frozen=True):
 
 
 class EventDefinition(msgspec.Struct, frozen=True):
-    """A kind of event of an application."""
-
     id: int
     app: str
     code: str = ""
@@ -205,8 +199,6 @@ _MASK = re.compile(r"(?:0[xX])?([0-9A-Fa-f]{1,8})")
 
 
 class BadConfiguration(BadRequest):
-    """A configuration that cannot be read."""
-
     code = "configuration.invalid"
 
 
@@ -413,27 +405,18 @@ class Configuration(msgspec.Struct, frozen=True):
 
 
 class Channels:
-    """The channels of a session, from all configurations that it binds."""
+    """The channels of a session, from its bindings: each a configuration, or None if it is unknown, and its offset."""
 
-    def __init__(self, bound: Sequence[Configuration], complete: bool) -> None:
-        self.complete = complete
-        """True if every configuration is known; only then is an unknown channel a mistake."""
+    def __init__(self, bindings: Sequence[tuple[Configuration | None, int]] = ()) -> None:
+        bound = [configuration.bound(offset) for configuration, offset in bindings if configuration is not None]
+        self.complete = 0 < len(bound) == len(bindings)
+        """True if there are configurations, and all are known; only then is an unknown channel a mistake."""
         self.parameters = [parameter for each in bound for parameter in each.parameters]
         self.events = [event for each in bound for event in each.events]
         self._channels: dict[int, Channel] = {}
         for channel in (channel for each in bound for channel in each.channels):
             self._channels.setdefault(channel.id, channel)
         self._events = {(event.app, event.id): event for event in reversed(self.events)}
-
-    @classmethod
-    def of(cls, bindings: Iterable[tuple[Configuration | None, int]]) -> Channels:
-        """Combine bindings: each a configuration, or None if it is unknown, and its offset.
-
-        A session that binds nothing is not complete.
-        """
-        bound = list(bindings)
-        known = [configuration.bound(offset) for configuration, offset in bound if configuration is not None]
-        return cls(known, bool(bound) and len(known) == len(bound))
 
     def __iter__(self) -> Iterator[Channel]:
         return iter(self._channels.values())
@@ -504,7 +487,6 @@ class Catalogue:
             self.forget(list(self._known))
 
     def missing(self, identifiers: Iterable[str]) -> set[str]:
-        """Return the unknown ones of these."""
         return {identifier for identifier in identifiers if identifier not in self._known}
 
     def learn(self, stored: Mapping[str, bytes]) -> None:
@@ -539,12 +521,10 @@ class Catalogue:
         self._channels.clear()
 
     def channels(self, bindings: tuple[Binding, ...]) -> Channels:
-        """Return the channels of a session with these bindings."""
         found = self._channels.get(bindings)
         if found is None:
-            known = [(self._known.get(each.identifier), each.offset) for each in bindings]
-            found = Channels.of([(None if each is None else each[1], offset) for each, offset in known])
-            self._channels[bindings] = found
+            known = [(self._known.get(each.identifier, (b"", None))[1], each.offset) for each in bindings]
+            found = self._channels[bindings] = Channels(known)
         return found
 
     def channel(self, bindings: tuple[Binding, ...], number: int) -> Channel | None:

@@ -21,9 +21,8 @@ from typing import TypeVar
 
 import msgspec
 
-from tailrace.errors import BadBurst
 from tailrace.log.cursor import BEGINNING, END, EntryId, FromEnd, FromLast, before
-from tailrace.views.sessions.burst import parse, unpack
+from tailrace.views.sessions.burst import parts_of
 from tailrace.views.sessions.configuration import Binding, Channels, bindings_in, identifiers
 from tailrace.views.sessions.model import merge_session_json
 from tailrace.views.sessions.reader import (
@@ -49,7 +48,7 @@ from tailrace.views.sessions.request import (
     Thinning,
     UnsentSamples,
 )
-from tailrace.views.sessions.samples import Content, LineSeries, Thinner, content_of, range_end, step, thinned
+from tailrace.views.sessions.samples import Content, LineSeries, Thinner, content_of, step, thinned
 from tailrace.views.sessions.streams import LiveSessions, Located, OffsetBounds, StreamEntry, offset_bounds, state_of
 from tailrace.views.sessions.telemetry import CLOSED
 
@@ -120,7 +119,7 @@ class SessionLife:
         self._kafka: KafkaReader | None = None
         self._ahead: deque[StreamPiece | LostStretch] = deque()
         self._bindings: tuple[Binding, ...] = ()
-        self._channels = Channels.of([])
+        self._channels = Channels()
         self._missing: frozenset[str] = frozenset()
         """Configurations that are not in the channels yet."""
         self._lines = Lines(selection, self._channels)
@@ -395,11 +394,7 @@ class SessionLife:
         return False
 
     def _jsons(self, entry: StreamEntry) -> list[str]:
-        try:
-            messages = parse(unpack(entry.data, self.parts.container)).data
-        except BadBurst:
-            return []
-        return [each.session_json for each in messages if each.WhichOneof("data") == "session_json"]
+        return parts_of("session_json", entry.data, self.parts.container)
 
 
 class _IdentityField(msgspec.Struct):
@@ -505,12 +500,11 @@ async def _before(life: SessionLife, time: int) -> EntryId:
     while located.order and high - low[0] > NEAR_MS:
         middle = (low[0] + high) // 2
         for entry in await live.read(located.stream, (middle, 0), 4, located.number):
-            end = range_end(entry.data, life.parts.container)
-            if end is not None:
+            if ranges := parts_of("time_range", entry.data, life.parts.container):
                 break
         else:
-            end = None
-        if end is not None and end < time and entry.id > low:
+            ranges = []
+        if ranges and ranges[0].end_time < time and entry.id > low:
             low = entry.id
         else:
             high = middle

@@ -38,7 +38,7 @@ from tailrace.views.sessions.burst import (
     row_of,
     run_of,
 )
-from tailrace.views.sessions.configuration import Binding, Catalogue, bindings_in
+from tailrace.views.sessions.configuration import Binding, Catalogue, bindings_in, identifiers
 from tailrace.views.sessions.telemetry import (
     CLOSED,
     FIRST,
@@ -179,7 +179,6 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
         return _bindings(self.merged)
 
     def placed(self, number: int, position: str) -> Session:
-        """Return the session with its assigned number and stream position."""
         return msgspec.structs.replace(self, number=number, position=position)
 
     def heard_of(self, time_ms: int) -> Session:
@@ -256,19 +255,30 @@ def text(json: Mapping[str, Any]) -> str:
 
 
 def merge_session_json(before: str | None, update: str | None) -> str | None:
-    """Merge two Session JSONs in a row: properties that the later one leaves out, or null, keep their value."""
-    if before is None or update is None:
-        return update if before is None else before
+    """Merge two Session JSONs in a row: properties that the later one leaves out, or null, keep their value.
+
+    An update that is no JSON object is another program's mistake and changes nothing: it cannot be part of a frame.
+    """
+    if update is None:
+        return before
     try:
-        known, new = _parts(before), _parts(update)
+        new = _parts(update)
     except (msgspec.DecodeError, RecursionError):
+        return before
+    if before is None:
         return update
-    return _encode(known | {name: value for name, value in new.items() if bytes(value) != b"null"}).decode()
+    return _encode(_parts(before) | {name: value for name, value in new.items() if bytes(value) != b"null"}).decode()
 
 
 @lru_cache(64)
 def _bindings(merged: str) -> tuple[Binding, ...]:
     return bindings_in(_decode(merged))
+
+
+def configs_in(record: Record) -> set[str]:
+    """Return the identifiers of the configurations that a record names."""
+    found = identifiers(bindings_in(record.json)) if isinstance(record, OpenSession | Update) else set()
+    return found | set(record.configs) if isinstance(record, OpenSession) else found
 
 
 COPIES = 5
@@ -329,21 +339,22 @@ class _Sheet:
 class Recorder:
     """Turns records of one writer into writes of its stream.
 
-    ``sessions`` are stored ones of the stream that the records may belong to, and ``elsewhere`` has the outcomes for
-    records of sessions that cannot be written here. Bursts have about ``target`` bytes.
+    ``sessions`` are stored ones of the stream that the records may belong to; they are kept as the records leave them.
+    ``elsewhere`` has the outcomes for records of sessions that cannot be written here. Both may grow by sessions of
+    which no record was taken yet. Bursts have about ``target`` bytes.
     """
 
     def __init__(
         self,
         stream: str,
         writer: str,
-        sessions: Mapping[str, Session],
+        sessions: dict[str, Session],
         elsewhere: Mapping[str, RecordOutcome],
         catalogue: Catalogue,
         target: int = burst.TARGET,
     ) -> None:
         self._stream, self._writer, self._target = stream, writer, target
-        self._sessions, self._elsewhere, self._catalogue = dict(sessions), dict(elsewhere), catalogue
+        self._sessions, self._elsewhere, self._catalogue = sessions, elsewhere, catalogue
         self._sheets: dict[str, _Sheet] = {}
         self._configs: dict[str, bytes] = {}
         self.size = 0
@@ -352,11 +363,6 @@ class Recorder:
     def session(self, identity: str) -> Session | None:
         """Return a session as the records so far have left it."""
         return self._sessions.get(identity)
-
-    def meet(self, sessions: Mapping[str, Session], elsewhere: Mapping[str, RecordOutcome]) -> None:
-        """Add sessions of which no record was taken yet."""
-        self._sessions |= sessions
-        self._elsewhere |= elsewhere
 
     def must_write(self, identity: str, record: Record) -> bool:
         """Return True if ``write`` is due before this record: one write has at most one life of a session."""

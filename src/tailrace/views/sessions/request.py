@@ -38,6 +38,7 @@ from tailrace.log.cursor import (
     FromLast,
     FromStart,
     FromTime,
+    parse_id,
     parse_start,
 )
 from tailrace.log.event import parse_time
@@ -47,6 +48,7 @@ from tailrace.views.sessions.configuration import Channels, Conversion
 _POSITION = r"(?:k-?\d{1,19}|\d{1,20}-\d{1,20})"
 _STATE = r"~(end)|~(?=[n@])(?:n(\d{1,16}))?(?:@(-?\d{1,19}))?"
 _CURSOR = re.compile(rf"(\d{{1,19}})\.({_POSITION})(?:~({_POSITION})~(-?\d{{1,19}}))?(?:{_STATE})?", re.ASCII)
+_LIKE_A_CURSOR = re.compile(rf"\d+\.{_POSITION}", re.ASCII)
 _NS = re.compile(r"\d{16,19}", re.ASCII)
 
 
@@ -76,10 +78,7 @@ class StreamPosition(msgspec.Struct, frozen=True, order=True):
     @classmethod
     def parse(cls, text: str) -> StreamPosition:
         """Parse a text that the grammar has checked."""
-        if text.startswith("k"):
-            return cls(False, int(text[1:]))
-        major, _, minor = text.partition("-")
-        return cls(True, int(major), int(minor))
+        return cls.at_offset(int(text[1:])) if text.startswith("k") else cls.of(parse_id(text))
 
 
 class UnsentSamples(msgspec.Struct, frozen=True):
@@ -157,11 +156,9 @@ SessionStart = FromStart | FromEnd | FromLast | FromMoment | FromSessionCursor
 
 def parse_session_start(text: str, now_ms: int) -> SessionStart:
     """Parse ``start | end | -N | TIME | -1h | CURSOR``; a time may be nanoseconds, as in frames."""
-    text = text.strip()
-    if _NS.fullmatch(text):
-        return FromMoment(int(text))
-    if is_session_cursor(text):
-        return FromSessionCursor(SessionCursor.parse(text))
+    exact = _parse_exact(text.strip())
+    if exact is not None:
+        return FromMoment(exact) if isinstance(exact, int) else FromSessionCursor(exact)
     start = parse_start(text, 1, now_ms)
     if isinstance(start, FromTime):
         return FromMoment(start.time_ms * 1_000_000)
@@ -172,20 +169,18 @@ def parse_session_start(text: str, now_ms: int) -> SessionStart:
 
 def parse_session_until(text: str, now_ms: int) -> int | SessionCursor:
     """Parse the end of a request: a time, in nanoseconds if it is a number, or a cursor."""
-    text = text.strip()
-    if _NS.fullmatch(text):
-        return int(text)
-    if is_session_cursor(text):
-        return SessionCursor.parse(text)
+    exact = _parse_exact(text.strip())
     try:
-        return parse_time(text, now_ms) * 1_000_000
+        return parse_time(text.strip(), now_ms) * 1_000_000 if exact is None else exact
     except BadRequest:
         raise BadRequest(f"cannot read until={text[:80]!r}: a time, or a cursor up to which to read") from None
 
 
-def is_session_cursor(text: str) -> bool:
-    """Return True if a text looks like a cursor of a session, and not like another start."""
-    return re.match(rf"\d+\.{_POSITION}", text, re.ASCII) is not None
+def _parse_exact(text: str) -> int | SessionCursor | None:
+    """Parse nanoseconds, or a cursor of a session; None if a text looks like neither."""
+    if _NS.fullmatch(text):
+        return int(text)
+    return SessionCursor.parse(text) if _LIKE_A_CURSOR.match(text) else None
 
 
 LISTED = 50
@@ -198,15 +193,13 @@ class Line(msgspec.Struct, frozen=True):
     channel: int
     name: str
     unit: str = ""
-    conversion: Conversion | None = msgspec.field(default=None)
+    conversion: Conversion | None = None
 
     def __hash__(self) -> int:
         return hash((self.channel, self.name))
 
 
 class Selection(msgspec.Struct, frozen=True):
-    """The lines that a viewer asked for."""
-
     names: tuple[str, ...] = ()
     """Ids, names, parameters or patterns; empty for all."""
     raw: bool = False
@@ -216,16 +209,17 @@ class Lines:
     """The selected lines of the known channels; BadRequest if all are known, and none has one of the names."""
 
     def __init__(self, selection: Selection, channels: Channels) -> None:
-        self._matcher = _NameMatcher(selection.names)
+        self._names = frozenset(selection.names)
+        self._patterns = [(name, re.compile(translate(name))) for name in selection.names if is_pattern(name)]
         self._lines: dict[int, tuple[Line, ...]] = {}
         """By channel; one without configuration is added with its first samples."""
         used: set[str] = set()
         every: list[str] = []
         for line, called in _all(selection, channels):
             every.append(line.name)
-            found = self._matcher.matches(called)
+            found = self._matches(called)
             used |= found
-            wanted = (line,) if found or not selection.names else ()
+            wanted = (line,) if found or not self._names else ()
             self._lines[line.channel] = self._lines.get(line.channel, ()) + wanted
         unknown = [name for name in selection.names if name not in used]
         if unknown and channels.complete:
@@ -237,10 +231,14 @@ class Lines:
     def of(self, channel: int) -> tuple[Line, ...]:
         found = self._lines.get(channel)
         if found is None:
-            name = str(channel)
-            is_wanted = self._matcher.is_all or self._matcher.matches((name,))
-            found = self._lines[channel] = (Line(channel, name),) if is_wanted else ()
+            is_wanted = not self._names or self._matches((str(channel),))
+            found = self._lines[channel] = (Line(channel, str(channel)),) if is_wanted else ()
         return found
+
+    def _matches(self, called: tuple[str, ...]) -> frozenset[str]:
+        """Return the requested names, looked up, and patterns, tried one by one, that match one of a line's names."""
+        found = self._names.intersection(called)
+        return found | {name for name, wanted in self._patterns if any(wanted.match(each) for each in called if each)}
 
 
 def _all(selection: Selection, channels: Channels) -> Iterator[tuple[Line, tuple[str, ...]]]:
@@ -256,20 +254,6 @@ def _all(selection: Selection, channels: Channels) -> Iterator[tuple[Line, tuple
         for parameter in parameters:
             line = Line(channel.id, parameter.id, parameter.unit, parameter.conversion)
             yield line, (*own, parameter.id, parameter.name)
-
-
-class _NameMatcher:
-    """Matches names: exact ones by look-up, patterns one by one."""
-
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self.is_all = not names
-        self._names = frozenset(names)
-        self._patterns = [(name, re.compile(translate(name))) for name in names if is_pattern(name)]
-
-    def matches(self, called: tuple[str, ...]) -> frozenset[str]:
-        """Return the requested names and patterns that match one of a line's names."""
-        found = self._names.intersection(called)
-        return found | {name for name, wanted in self._patterns if any(wanted.match(each) for each in called if each)}
 
 
 def is_pattern(name: str) -> bool:

@@ -56,7 +56,8 @@ from tailrace.views.sessions.feed import SessionFeed, SessionFeeds, as_bytes, me
 from tailrace.views.sessions.life import SessionParts
 from tailrace.views.sessions.reader import Archive, StreamHub
 from tailrace.views.sessions.request import make_session_request
-from tailrace.views.sessions.rta.viewer import Viewer, ViewerOptions
+from tailrace.views.sessions.rta import Viewer
+from tailrace.views.sessions.settings import SessionsSettings
 from tailrace.views.sessions.streams import LiveSessions, Located
 
 Identity = Annotated[str, Path(description="Identity of a session, URL-encoded."), AfterValidator(decoded)]
@@ -130,8 +131,7 @@ async def list_sessions(sessions: SessionsHere, parameters: SessionsParameters) 
 @routes.get("/v1/sessions/{identity}", 404, 503)
 async def show_session(sessions: SessionsHere, identity: Identity, parameters: Parameters) -> SessionDetails:
     """Show a session: its JSON, its channels, and how much of it is in the stream."""
-    located = await _located(sessions, identity)
-    channels = await _channels(sessions, located)
+    located, channels = await _located(sessions, identity)
     live, stream, number = sessions.live, located.stream, located.number
     gone = await live.trimmed(stream, number)
     begin = max(located.position, gone or BEGINNING)
@@ -156,12 +156,11 @@ async def show_session(sessions: SessionsHere, identity: Identity, parameters: P
 @routes.get("/v1/sessions/{identity}/config", 404)
 async def session_config(sessions: SessionsHere, identity: Identity, parameters: Parameters) -> SessionConfig:
     """Show what a session's configurations say: channels, parameters with units and conversions, kinds of events."""
-    located = await _located(sessions, identity)
-    channels = await _channels(sessions, located)
+    located, channels = await _located(sessions, identity)
     return SessionConfig(
         session=identity,
         complete=channels.complete,
-        bindings=[{"identifier": each.identifier, "offset": each.offset} for each in _bindings(located)],
+        bindings=[{"identifier": each.identifier, "offset": each.offset} for each in bindings_in(_json(located))],
         channels=channels.described(),
         parameters=[
             {**each.described(), "channels": each.channels, "steps": _steps(each.conversion)}
@@ -204,19 +203,11 @@ def _json(located: Located) -> dict[str, Any]:
         return {}
 
 
-def _bindings(located: Located) -> Any:
-    return bindings_in(_json(located))
-
-
-async def _located(sessions: SessionsService, identity: str) -> Located:
+async def _located(sessions: SessionsService, identity: str) -> tuple[Located, Channels]:
     found = await sessions.live.get(identity)
     if found is None:
         raise SessionNotFound(f"no session is called {identity[:200]!r}: see the list of sessions")
-    return found
-
-
-async def _channels(sessions: SessionsService, located: Located) -> Channels:
-    return await sessions.live.channels(_bindings(located))
+    return found, await sessions.live.channels(bindings_in(_json(found)))
 
 
 def _steps(conversion: Conversion) -> dict[str, Any]:
@@ -233,8 +224,8 @@ def _steps(conversion: Conversion) -> dict[str, Any]:
 class LiveFeed:
     """A feed on its way to one viewer."""
 
-    def __init__(self, feed: SessionFeed, client_bytes: int, drops: bool) -> None:
-        self._feed, self._client_bytes, self._drops = feed, client_bytes, drops
+    def __init__(self, feed: SessionFeed, settings: SessionsSettings) -> None:
+        self._feed, self._settings = feed, settings
         self.closing = Closing(1000, "")
         self.dropped = 0
         """Times that the viewer was too far behind."""
@@ -256,10 +247,10 @@ class LiveFeed:
                     for frame in frames:
                         yield encode_frame(frame)
                     behind = self._feed.behind
-                    if behind <= self._client_bytes:
+                    if behind <= self._settings.client_bytes:
                         continue
                     self.dropped += 1
-                    if not self._drops:
+                    if self._settings.slow == "close":
                         reason = f"{behind} bytes behind (sessions.client_bytes): connect again, after the last id"
                         self.closing = Closing(1013, reason)
                         return
@@ -283,7 +274,7 @@ async def session_live(websocket: WebSocket) -> None:
     """Follow a session over a WebSocket, in binary messages."""
     service: Service = websocket.app.state.service
     sessions = service.part_of("sessions", SessionsService)
-    admit(service, websocket, sessions.settings.sessions.origins)
+    await admit(websocket, sessions.settings.sessions.origins)
     identity = decoded(websocket.path_params["identity"])
     if "format" in websocket.query_params:
         raise BadRequest("unknown parameter 'format': messages have one form")
@@ -291,8 +282,7 @@ async def session_live(websocket: WebSocket) -> None:
     request = make_session_request(identity, parameters, now_ms=now_ms())
     assert request is not None
     feed = await sessions.feeds.open(request, as_bytes)
-    settings = service.settings.sessions
-    live = LiveFeed(feed, settings.client_bytes, settings.slow == "drop")
+    live = LiveFeed(feed, sessions.settings.sessions)
     try:
         await converse(service, websocket, live)
     finally:
@@ -372,10 +362,10 @@ async def rta_stream(websocket: WebSocket) -> None:
     service: Service = websocket.app.state.service
     sessions = service.part_of("sessions", SessionsService)
     identity = decoded(websocket.path_params["identity"])
-    admit(service, websocket, sessions.settings.sessions.origins)
+    await admit(websocket, sessions.settings.sessions.origins)
     if SUBPROTOCOL not in websocket.scope["subprotocols"]:
         raise HTTPException(406, f"this WebSocket speaks {SUBPROTOCOL}: offer it as a sub-protocol")
-    viewer = Viewer(sessions.streams, identity, ViewerOptions.of(service.settings.sessions))
+    viewer = Viewer(sessions.streams, identity, sessions.settings.sessions)
     try:
         await converse(service, websocket, viewer, SUBPROTOCOL)
     finally:
@@ -430,10 +420,11 @@ def session_fields(located: Located) -> dict[str, msgspec.Raw] | None:
         fields = _raw_fields(located.merged or located.json or "")
     except (msgspec.DecodeError, RecursionError):
         return None
-    if located.start is not None and located.end is not None:
-        fields["timeRange"] = msgspec.Raw(_encode({"startTime": located.start, "endTime": located.end}))
-        fields["startTimestamp"] = msgspec.Raw(_encode(iso(located.start)))
-        fields["endTimestamp"] = msgspec.Raw(_encode(iso(located.end)))
+    if located.span is not None:
+        start, end = located.span
+        fields["timeRange"] = msgspec.Raw(_encode({"startTime": start, "endTime": end}))
+        fields["startTimestamp"] = msgspec.Raw(_encode(iso(start)))
+        fields["endTimestamp"] = msgspec.Raw(_encode(iso(end)))
     return fields
 
 

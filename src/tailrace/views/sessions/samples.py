@@ -34,72 +34,44 @@ from tailrace.views.sessions.burst import parse, unpack
 from tailrace.views.sessions.configuration import Channels
 from tailrace.views.sessions.model import merge_session_json
 from tailrace.views.sessions.request import Line, Lines, StreamPosition, Thinning, UnsentSamples
-from tailrace.views.sessions.rta.data_pb2 import PeriodicData, RowData, TimestampedData
-from tailrace.views.sessions.rta.stream_pb2 import StreamDataBurst
+from tailrace.views.sessions.rta_pb2 import Event, PeriodicData, RowData, TimestampedData
 from tailrace.views.sessions.telemetry import Channel, unpack_values
 
 Indexes = NDArray[np.intp]
+Mask = NDArray[np.bool_]
 
 
-def in_order(owners: Indexes, times: NDArray[np.int64]) -> Indexes | None:
-    """Return the indexes that sort samples by time within each line; None if they are sorted."""
-    if not ((times[1:] < times[:-1]) & (owners[1:] == owners[:-1])).any():
-        return None
-    return np.lexsort((times, owners))
-
-
-def starts_of(owners: Indexes, times: NDArray[np.int64], length: int) -> NDArray[np.bool_]:
-    """Return a mask of the first sample of each cell."""
-    cells = times // length
-    starts = np.ones(len(times), np.bool_)
-    np.not_equal(cells[1:], cells[:-1], out=starts[1:])
-    starts[1:] |= owners[1:] != owners[:-1]
-    return starts
-
-
-def ends(starts: NDArray[np.bool_]) -> Indexes:
-    """Return the indexes of the first and the last sample of each cell."""
-    last = np.ones(len(starts), np.bool_)
-    last[:-1] = starts[1:]
-    return np.flatnonzero(starts | last)
-
-
-def extremes(values: NDArray[Any], starts: NDArray[np.bool_]) -> Indexes:
-    """Return the indexes of the least and the greatest number of each cell, the first ones if several are equal.
+def _extremes(values: NDArray[Any], starts: Mask) -> Mask:
+    """Return a mask of the least and the greatest number of each cell, the first ones if several are equal.
 
     Of a cell without finite numbers it is the first sample.
     """
     cell = np.cumsum(starts) - 1
     usable = np.isfinite(values) if values.dtype.kind == "f" else None
     if usable is None or usable.all():
-        return np.flatnonzero(_extremes(values, cell, np.flatnonzero(starts)))
+        return _of_numbers(values, cell, starts)
     at = np.flatnonzero(usable)
     chosen = starts.copy()
     chosen[starts] = np.bincount(cell[at], minlength=int(starts.sum())) == 0
     if len(at):
-        inner = cell[at]
-        chosen[at] |= _extremes(values[at], *_numbered(inner))
-    return np.flatnonzero(chosen)
+        begins = _changes(cell[at])
+        chosen[at] |= _of_numbers(values[at], np.cumsum(begins) - 1, begins)
+    return chosen
 
 
-def _extremes(values: NDArray[Any], cell: Indexes, first: Indexes) -> NDArray[np.bool_]:
-    """Return a mask of the first least and the first greatest number of each cell; cells are numbered from 0."""
-    chosen = np.zeros(len(values), np.bool_)
+def _of_numbers(values: NDArray[Any], cell: Indexes, starts: Mask) -> Mask:
+    """Return the same for finite numbers in cells that are numbered from 0."""
+    chosen, first = np.zeros(len(values), np.bool_), np.flatnonzero(starts)
     for extreme in (np.minimum, np.maximum):
         at = np.flatnonzero(values == extreme.reduceat(values, first)[cell])
         chosen[at[_changes(cell[at])]] = True
     return chosen
 
 
-def _numbered(cell: Indexes) -> tuple[Indexes, Indexes]:
-    """Renumber cells from 0 without gaps; return also the index of each one's begin."""
-    starts = _changes(cell)
-    return np.cumsum(starts) - 1, np.flatnonzero(starts)
-
-
-def _changes(cell: Indexes) -> NDArray[np.bool_]:
-    starts = np.ones(len(cell), np.bool_)
-    np.not_equal(cell[1:], cell[:-1], out=starts[1:])
+def _changes(numbers: NDArray[Any]) -> Mask:
+    """Return a mask of the numbers that differ from the one before, and of the first."""
+    starts = np.ones(len(numbers), np.bool_)
+    np.not_equal(numbers[1:], numbers[:-1], out=starts[1:])
     return starts
 
 
@@ -161,10 +133,8 @@ def step(
     still_open = _spread([lot.only(which) for lot, which in zip(lots, is_open, strict=True)], lines)
     if cell != state.cell:
         out += held.values()
-    elif state.held:
-        still_open = list(
-            ({each.line: each for each in state.held} | {each.line: each for each in still_open}).values()
-        )
+    else:
+        still_open = list({each.line: each for each in (*state.held, *still_open)}.values())
     origin = before if cell != state.cell or state.origin is None else state.origin
     return tuple(out), State(cell, tuple(still_open), origin if still_open else None)
 
@@ -230,7 +200,7 @@ class _Lot(msgspec.Struct, frozen=True):
     times: Times
     values: Values
 
-    def only(self, wanted: Indexes | NDArray[np.bool_]) -> _Lot:
+    def only(self, wanted: Indexes | Mask) -> _Lot:
         return _Lot(self.owners[wanted], self.times[wanted], self.values[wanted])
 
 
@@ -280,13 +250,15 @@ def _spread(lots: Iterable[_Lot], lines: Sequence[K]) -> list[Series[K]]:
 def _thin(lot: _Lot, thinning: Thinning) -> _Lot:
     if not len(lot.times):
         return lot
-    order = in_order(lot.owners, lot.times)
-    if order is not None:
-        lot = lot.only(order)
-    starts = starts_of(lot.owners, lot.times, thinning.cell)
+    owners, times = lot.owners, lot.times
+    if ((times[1:] < times[:-1]) & (owners[1:] == owners[:-1])).any():
+        lot = lot.only(np.lexsort((times, owners)))
+    starts = _changes(lot.times // thinning.cell) | _changes(lot.owners)
     if thinning.keeps == "first":
         return lot.only(starts)
-    return lot.only(ends(starts) if lot.values.dtype == object else extremes(lot.values, starts))
+    is_object = lot.values.dtype == object
+    chosen = starts | np.append(starts[1:], True) if is_object else _extremes(lot.values, starts)
+    return lot.only(np.flatnonzero(chosen))
 
 
 SHORT = 4096
@@ -296,36 +268,21 @@ _PLAIN = Channel(0)
 _PLAIN_WIDTH = _PLAIN.width
 
 
-class RawSeries(msgspec.Struct, frozen=True):
-    """Samples of one channel, from one message, or from all rows of the same channels in a burst."""
-
-    channel: int
-    times: npt.NDArray[np.int64]
-    raw: npt.NDArray[Any]
-
-
-class Occurrence(msgspec.Struct, frozen=True):
-    definition: int
-    app: str
-    time: int
-    text: str
-    values: tuple[float, ...]
-
-
 class Decoded(msgspec.Struct):
-    """The content of a burst by kind, each in its order."""
+    json: str | None = None
+    """Session JSONs in it, merged."""
+    range: tuple[int, int] | None = None
+    """The last one in it."""
+    series: list[Series[int]] = []
+    """Raw values by channel: of one message, or of all rows of the same channels."""
+    events: list[dict[str, Any]] = []
 
-    session_json: list[str] = msgspec.field(default_factory=list)
-    ranges: list[tuple[int, int]] = msgspec.field(default_factory=list)
-    series: list[RawSeries] = msgspec.field(default_factory=list)
-    events: list[Occurrence] = msgspec.field(default_factory=list)
 
-
-def samples_of(burst: bytes | StreamDataBurst, channels: Channels) -> Decoded:
+def samples_of(burst: bytes, channels: Channels) -> Decoded:
     """Decode a burst; BadBurst if it is none."""
     decoded = Decoded()
     rows: dict[tuple[int, ...], list[RowData]] = {}
-    for message in (parse(burst) if isinstance(burst, bytes) else burst).data:
+    for message in parse(burst).data:
         kind = message.WhichOneof("data")
         if kind == "periodic_data":
             _periodic(decoded, message.periodic_data, channels)
@@ -334,24 +291,22 @@ def samples_of(burst: bytes | StreamDataBurst, channels: Channels) -> Decoded:
         elif kind == "row_data":
             rows.setdefault(tuple(message.row_data.channel_ids), []).append(message.row_data)
         elif kind == "event":
-            e = message.event
-            occurrence = Occurrence(e.event_definition_id, e.app_name, e.timestamp, e.status_text, tuple(e.raw_data))
-            decoded.events.append(occurrence)
+            decoded.events.append(_event(message.event, channels))
         elif kind == "session_json":
-            decoded.session_json.append(message.session_json)
+            decoded.json = merge_session_json(decoded.json, message.session_json)
         elif kind == "time_range":
-            decoded.ranges.append((message.time_range.start_time, message.time_range.end_time))
+            decoded.range = message.time_range.start_time, message.time_range.end_time
     for numbers, messages in rows.items():
         _rows(decoded, numbers, messages, channels)
     return decoded
 
 
 def _periodic(decoded: Decoded, message: PeriodicData, channels: Channels) -> None:
-    raw = _raw(decoded, message.channel_id, message.buffer, message.samples, channels)
+    raw = _raw(message.channel_id, message.buffer, message.samples, channels)
     if raw is not None:
         distances = _cached_distances if len(raw) <= SHORT else _distances
         times = message.start_timestamp + distances(message.interval, len(raw))
-        decoded.series.append(RawSeries(message.channel_id, times, raw))
+        decoded.series.append(Series(message.channel_id, times, raw))
 
 
 def _distances(interval: int, count: int) -> npt.NDArray[np.int64]:
@@ -364,14 +319,14 @@ _cached_distances = lru_cache(maxsize=256)(_distances)
 
 def _timestamped(decoded: Decoded, message: TimestampedData, channels: Channels) -> None:
     count = len(message.timestamp_deltas)
-    raw = _raw(decoded, message.channel_id, message.buffer, count, channels)
+    raw = _raw(message.channel_id, message.buffer, count, channels)
     if raw is not None:
         deltas = np.fromiter(message.timestamp_deltas, np.int64, count)[: len(raw)]
         times = message.start_timestamp + message.timestamp_deltas_scale * np.cumsum(deltas)
-        decoded.series.append(RawSeries(message.channel_id, times, raw))
+        decoded.series.append(Series(message.channel_id, times, raw))
 
 
-def _raw(decoded: Decoded, number: int, buffer: bytes, count: int, channels: Channels) -> npt.NDArray[Any] | None:
+def _raw(number: int, buffer: bytes, count: int, channels: Channels) -> npt.NDArray[Any] | None:
     channel = channels.get(number)
     width = 0 if channel is None else channel.width
     if width < _PLAIN_WIDTH and len(buffer) == _PLAIN_WIDTH * count:
@@ -403,7 +358,7 @@ def _columns(decoded: Decoded, numbers: tuple[int, ...], known: Sequence[Channel
     at = 0
     for number, channel in zip(numbers, known, strict=True):
         column = table[:, at : at + channel.width].tobytes()
-        decoded.series.append(RawSeries(number, times, unpack_values(channel, column)))
+        decoded.series.append(Series(number, times, unpack_values(channel, column)))
         at += channel.width
 
 
@@ -440,44 +395,16 @@ def content_of(block: bytes, container: str, channels: Channels, lines: Lines) -
     except BadBurst as error:
         return Content(unread=str(error))
     return Content(
-        _json(decoded),
-        decoded.ranges[-1] if decoded.ranges else None,
-        tuple(_line_series(decoded, lines)),
-        tuple(_event(each, channels) for each in decoded.events),
-        _newest(decoded),
+        decoded.json,
+        decoded.range,
+        tuple(
+            Series(line, each.times, _values(line, each.values))
+            for each in decoded.series
+            for line in lines.of(each.line)
+        ),
+        tuple(decoded.events),
+        int(np.concatenate([each.times for each in decoded.series]).max()) if decoded.series else None,
     )
-
-
-def range_end(block: bytes, container: str) -> int | None:
-    """Return the end of the time range in a compressed burst; None if it has none, or is unreadable."""
-    try:
-        messages = parse(unpack(block, container)).data
-    except BadBurst:
-        return None
-    return next((each.time_range.end_time for each in messages if each.WhichOneof("data") == "time_range"), None)
-
-
-def _newest(decoded: Decoded) -> int | None:
-    if not decoded.series:
-        return None
-    return int(np.concatenate([each.times for each in decoded.series]).max())
-
-
-def _json(decoded: Decoded) -> str | None:
-    found: str | None = None
-    for text in decoded.session_json:
-        try:
-            msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-        except (msgspec.DecodeError, RecursionError):
-            continue  # another program's mistake; it cannot be embedded in a frame
-        found = merge_session_json(found, text)
-    return found
-
-
-def _line_series(decoded: Decoded, lines: Lines) -> Iterator[LineSeries]:
-    for each in decoded.series:
-        for line in lines.of(each.channel):
-            yield Series(line, each.times, _values(line, each.raw))
 
 
 def _values(line: Line, raw: Values) -> Values:
@@ -494,10 +421,11 @@ def _objects(values: Sequence[Any]) -> Values:
     return found
 
 
-def _event(event: Occurrence, channels: Channels) -> dict[str, Any]:
-    shown: dict[str, Any] = {"id": event.definition, "app": event.app, "time": str(event.time), "text": event.text}
-    definition = channels.event(event.app, event.definition)
+def _event(event: Event, channels: Channels) -> dict[str, Any]:
+    shown: dict[str, Any] = {"id": event.event_definition_id, "app": event.app_name, "time": str(event.timestamp)}
+    shown["text"], values = event.status_text, list(event.raw_data)
+    definition = channels.event(event.app_name, event.event_definition_id)
     if definition is None:
-        return {**shown, "values": list(event.values)}
+        return {**shown, "values": values}
     named = {"code": definition.code, "description": definition.description, "priority": definition.priority}
-    return {**shown, "values": definition.convert(event.values), **named}
+    return {**shown, "values": definition.convert(values), **named}

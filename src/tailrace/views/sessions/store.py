@@ -64,8 +64,6 @@ class SessionOptions(msgspec.Struct, frozen=True):
 
 
 class Opening(msgspec.Struct, frozen=True):
-    """A record that opens a session."""
-
     stream: str
     identity: str
     writer: str
@@ -220,8 +218,7 @@ class SessionStore:
 
     def streams(self) -> set[str]:
         """Return the names of all streams, also of those that others write."""
-        key = self._keys.streams()
-        return {name.decode(errors="replace") for name in self.shards.run_keyed([(key, ("SMEMBERS", key))])[0]}
+        return {name.decode(errors="replace") for name in self.shards.run_key("SMEMBERS", self._keys.streams())}
 
     def stream_marks(self, streams: Iterable[str]) -> dict[str, dict[str, int]]:
         names = list(streams)
@@ -280,7 +277,7 @@ class SessionStore:
             if WRONG_KIND not in str(error):
                 raise
         for key in sorted({self._keys.stream(stream) for stream in streams}):
-            (kind,) = self.shards.run_keyed([(key, ("TYPE", key))])
+            kind = self.shards.run_key("TYPE", key)
             if kind not in (b"stream", b"none"):
                 raise StoreError(
                     f"{key} is a {kind.decode()}, not a stream of sessions: somebody else uses that key. Remove it, or "
@@ -349,10 +346,8 @@ class SessionStore:
 
     def put_config(self, identifier: str, data: bytes) -> bool:
         """Publish a configuration, or extend its life; False if its identifier is taken by another one."""
-        key = self._keys.config(identifier)
-        expire = self.options.expire_ms
-        (is_new,) = self.shards.run_keyed([(key, ("SET", key, data, "NX", "PX", expire))])
-        if is_new:
+        key, expire = self._keys.config(identifier), self.options.expire_ms
+        if self.shards.run_key("SET", key, data, "NX", "PX", expire):
             return True
         stored, _ = self.shards.run_keyed([(key, ("GET", key)), (key, ("PEXPIRE", key, expire))])
         return stored == data if stored is not None else self.put_config(identifier, data)
@@ -392,7 +387,7 @@ class StreamDraft(NamedTuple):
 
 
 class Known:
-    """A recorder's view of the sessions of a stream: as they were read, then as its drafts leave them."""
+    """A recorder's view of the sessions of a stream: as they were read, then as it leaves them."""
 
     def __init__(self) -> None:
         self.sessions: dict[str, Session] = {}
@@ -419,10 +414,7 @@ class Known:
 
     def draft(self, stream: str, writer: str, seen: int, mark: int, written: PendingWrites) -> StreamDraft:
         """Make a draft of recorded writes; the next draft continues from it."""
-        versions: dict[str, tuple[bytes, bytes]] = {}
-        for session in written.sessions:
-            versions[session.identity] = self.renew(session.identity)
-            self.sessions[session.identity] = session
+        versions = {session.identity: self.renew(session.identity) for session in written.sessions}
         return StreamDraft(stream, writer, seen, mark, written, versions)
 
     def renew(self, name: str) -> tuple[bytes, bytes]:

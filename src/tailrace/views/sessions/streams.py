@@ -22,17 +22,16 @@ import msgspec
 from tailrace.errors import StoreError, StoreUnavailable
 from tailrace.log.cursor import BEGINNING, END, EntryId, before, id_text, parse_id
 from tailrace.valkey.keys import LEDGER_WHOLE, TRIMMED_BY_US, TRIMMED_NEWEST
-from tailrace.valkey.shards import Nodes, mapping
+from tailrace.valkey.shards import Keyed, Nodes, mapping
 from tailrace.views.sessions.configuration import Binding, Catalogue, Channels, identifiers
+from tailrace.views.sessions.model import merge_session_json
 
 PAGE = 32
 """Entries in one read: each may have a megabyte."""
 PAGES = 16
-"""Reads of a backward search for an entry of one session."""
+"""Reads of a backward search for entries of one session, before only ids are read."""
 AT_ONCE = 500
 """Sessions in one round trip."""
-BACKWARD_READS = 8
-"""Reads of a backward search for the last entries of one session, before only ids are read."""
 LEDGER_PAGE = 100
 """Writes in one read of a ledger."""
 HEADS = 1_000, 4 << 20
@@ -45,7 +44,6 @@ class _StateField(msgspec.Struct):
 
 
 _decode = msgspec.json.Decoder(_StateField).decode
-_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class StreamEntry(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -71,9 +69,8 @@ class Located(msgspec.Struct, frozen=True):
     """Last Session JSON in the stream; a session without a valid one cannot be followed yet."""
     merged: str | None = None
     """Union of all Session JSONs, if the writer maintains it."""
-    start: int | None = None
-    end: int | None = None
-    """Nanoseconds; both or none."""
+    span: tuple[int, int] | None = None
+    """Time range, in nanoseconds."""
     state: str = ""
     updated_ms: int = 0
     writer: str = ""
@@ -82,10 +79,6 @@ class Located(msgspec.Struct, frozen=True):
     shared: bool = False
     """True if others than its writer have written it, too."""
 
-    @property
-    def span(self) -> tuple[int, int] | None:
-        return None if self.start is None or self.end is None else (self.start, self.end)
-
 
 def number_of(text: bytes) -> int:
     """Parse the number of a session; negative if it is none."""
@@ -93,7 +86,6 @@ def number_of(text: bytes) -> int:
 
 
 def entry_of(answer: Sequence[Any]) -> StreamEntry:
-    """Parse an entry in the answer of a stream command."""
     fields = mapping(answer[1] or ())
     return StreamEntry(parse_id(answer[0]), number_of(fields.get(b"id", b"")), fields.get(b"data", b""))
 
@@ -106,28 +98,24 @@ class LiveSessions:
         self.catalogue = Catalogue(unit_rational)
         self._template = template
 
-    def key(self, identity: str) -> str:
-        return self.keys.session(self._template, identity)
-
     async def get(self, identity: str) -> Located | None:
         return (await self.get_all([identity]))[0]
 
     async def get_all(self, identities: Sequence[str]) -> list[Located | None]:
         """Return sessions in the order of their identities; None for missing ones."""
-        keys = [self.key(identity) for identity in identities]
+        keys = {self.keys.session(self._template, identity): identity for identity in identities}
+        commands: list[Keyed] = [(key, ("HGETALL", key)) for key in keys]
         try:
-            answers = await self.nodes.read_keyed([(key, ("HGETALL", key)) for key in keys])
+            answers = await self.nodes.read_keyed(commands)
         except StoreError as error:
             if "WRONGTYPE" not in str(error):
                 raise
             # Another program uses such a key for something else.
             kinds = await self.nodes.read_keyed([(key, ("TYPE", key)) for key in keys])
-            known = [key for key, kind in zip(keys, kinds, strict=True) if kind == b"hash"]
-            found = dict(
-                zip(known, await self.nodes.read_keyed([(key, ("HGETALL", key)) for key in known]), strict=True)
-            )
-            answers = [found.get(key, []) for key in keys]
-        return [_located(identity, mapping(answer)) for identity, answer in zip(identities, answers, strict=True)]
+            commands = [command for command, kind in zip(commands, kinds, strict=True) if kind == b"hash"]
+            answers = await self.nodes.read_keyed(commands)
+        found = {keys[key]: mapping(answer) for (key, _), answer in zip(commands, answers, strict=True)}
+        return [_located(identity, found.get(identity, {})) for identity in identities]
 
     async def listing(self, most: int = 10_000) -> list[Located]:
         """Return the last updated sessions, the latest first, without those that have no Session JSON.
@@ -135,8 +123,7 @@ class LiveSessions:
         The index has Tailrace's own sessions. Another program's session is served at once, but listed only after
         upkeep has found it.
         """
-        index = self.keys.sessions()
-        (found,) = await self.nodes.read_keyed([(index, ("ZREVRANGE", index, 0, most - 1))])
+        found = await self.nodes.read_key("ZREVRANGE", self.keys.sessions(), 0, most - 1)
         identities = [identity.decode() for identity in found]
         listed: list[Located] = []
         for begin in range(0, len(identities), AT_ONCE):
@@ -146,9 +133,8 @@ class LiveSessions:
         return listed
 
     async def config(self, identifier: str) -> bytes | None:
-        key = self.keys.config(identifier)
-        (found,) = await self.nodes.read_keyed([(key, ("GET", key))])
-        return None if found is None else bytes(found)
+        found: bytes | None = await self.nodes.read_key("GET", self.keys.config(identifier))
+        return found
 
     async def learn(self, catalogue: Catalogue, bindings: Sequence[Binding]) -> None:
         """Read the configurations of a session, unless the catalogue has them."""
@@ -164,8 +150,7 @@ class LiveSessions:
 
     async def tail(self, stream: str) -> EntryId:
         """Return the id of a stream's last entry; BEGINNING if it has none."""
-        key = self.keys.stream(stream)
-        (found,) = await self.nodes.read_keyed([(key, ("XREVRANGE", key, "+", "-", "COUNT", 1))])
+        found = await self.nodes.read_key("XREVRANGE", self.keys.stream(stream), "+", "-", "COUNT", 1)
         return parse_id(found[0][0]) if found else BEGINNING
 
     async def last_generated_id(self, stream: str) -> EntryId:
@@ -181,8 +166,7 @@ class LiveSessions:
 
     async def first(self, stream: str) -> EntryId | None:
         """Return the id of a stream's first entry; None if it has none."""
-        key = self.keys.stream(stream)
-        (found,) = await self.nodes.read_keyed([(key, ("XRANGE", key, "-", "+", "COUNT", 1))])
+        found = await self.nodes.read_key("XRANGE", self.keys.stream(stream), "-", "+", "COUNT", 1)
         return parse_id(found[0][0]) if found else None
 
     async def read(self, stream: str, after: EntryId, count: int, number: int | None = None) -> list[StreamEntry]:
@@ -198,10 +182,9 @@ class LiveSessions:
         """
         key, found, size = self.keys.stream(stream), list[StreamEntry](), min(count, PAGE)
         while after < until:
-            command = ("XRANGE", key, f"({id_text(after)}", id_text(until), "COUNT", size)
-            (answers,) = await self.nodes.read_keyed([(key, command)])
-            for answer in answers:
-                entry = entry_of(answer)
+            edges = f"({id_text(after)}", id_text(until)
+            answers = await self.nodes.read_key("XRANGE", key, *edges, "COUNT", size)
+            for entry in map(entry_of, answers):
                 after = entry.id
                 if number is None or entry.number == number:
                     found.append(entry)
@@ -212,30 +195,19 @@ class LiveSessions:
             size = min(2 * size, PAGE)  # the stream has several sessions
         return found, until
 
-    async def newest(self, stream: str, number: int, until: EntryId = END) -> StreamEntry | None:
+    async def newest(self, stream: str, number: int, until: EntryId) -> StreamEntry | None:
         """Return the last entry of a session up to a position; None if it is not among the last few hundred there."""
-        key, size = self.keys.stream(stream), 1
-        for _ in range(PAGES):
-            (answers,) = await self.nodes.read_keyed([(key, ("XREVRANGE", key, id_text(until), "-", "COUNT", size))])
-            for answer in answers:
-                entry = entry_of(answer)
-                if entry.number == number:
-                    return entry
-            if len(answers) < size:
-                break
-            until, size = entry.id, min(2 * size + 1, PAGE)
-        return None
+        found, _ = await self._latest(stream, number, 1, BEGINNING, until)
+        return found[0] if found else None
 
     async def trimmed(self, stream: str, number: int) -> EntryId | None:
         """Return the newest trimmed entry of a session; None if none was trimmed."""
-        key = self.keys.trimmed(stream)
-        (found,) = await self.nodes.read_keyed([(key, ("HGET", key, number))])
+        found = await self.nodes.read_key("HGET", self.keys.trimmed(stream), number)
         return None if found is None else parse_id(found)
 
     async def trimmed_newest(self, stream: str) -> EntryId:
         """Return the newest trimmed entry of any session; BEGINNING if none was trimmed."""
-        key = self.keys.trimmed(stream)
-        (found,) = await self.nodes.read_keyed([(key, ("HGET", key, TRIMMED_NEWEST))])
+        found = await self.nodes.read_key("HGET", self.keys.trimmed(stream), TRIMMED_NEWEST)
         return BEGINNING if found is None else parse_id(found)
 
     async def has_untrimmed_write(self, stream: str, after: EntryId, until: EntryId) -> bool:
@@ -243,18 +215,15 @@ class LiveSessions:
 
         Both ends are exclusive. ``until`` must be the first entry of the stream, read before this call.
         """
-        key, trimmed = self.keys.ledger(stream), self.keys.trimmed(stream)
-        (ours,) = await self.nodes.read_keyed([(trimmed, ("HGET", trimmed, TRIMMED_BY_US))])
+        ours = await self.nodes.read_key("HGET", self.keys.trimmed(stream), TRIMMED_BY_US)
         if ours is not None:
             after = max(after, before(parse_id(ours[1:])) if ours.startswith(b"(") else parse_id(ours))
-        command = ("XRANGE", key, f"({id_text(after)}", f"({id_text(until)}", "COUNT", 1)
-        (found,) = await self.nodes.read_keyed([(key, command)])
-        return bool(found)
+        edges = f"({id_text(after)}", f"({id_text(until)}"
+        return bool(await self.nodes.read_key("XRANGE", self.keys.ledger(stream), *edges, "COUNT", 1))
 
     async def entry(self, stream: str, entry: EntryId) -> StreamEntry | None:
         """Return one entry; None if it is gone."""
-        key, at = self.keys.stream(stream), id_text(entry)
-        (answers,) = await self.nodes.read_keyed([(key, ("XRANGE", key, at, at))])
+        answers = await self.nodes.read_key("XRANGE", self.keys.stream(stream), id_text(entry), id_text(entry))
         return entry_of(answers[0]) if answers else None
 
     async def first_entry(self, stream: str, number: int, after: EntryId) -> EntryId | None:
@@ -273,23 +242,32 @@ class LiveSessions:
 
     async def last_entries(self, stream: str, number: int, count: int, after: EntryId, until: EntryId) -> list[EntryId]:
         """Return the last entries of a session between two positions, the latest first; at most ``count``."""
-        key, found, last = self.keys.stream(stream), list[EntryId](), until
-        edge = id_text(until)
-        for _ in range(BACKWARD_READS):
-            command = ("XREVRANGE", key, edge, f"({id_text(after)}", "COUNT", PAGE)
-            (answers,) = await self.nodes.read_keyed([(key, command)])
-            entries = [entry_of(answer) for answer in answers]
-            found += [entry.id for entry in entries if entry.number == number]
-            if len(found) >= count or len(answers) < PAGE:
-                return found[:count]
-            last = entries[-1].id
-            edge = f"({id_text(last)}"
-        # The session was quiet of late, and others were not: read no more of their data.
-        older: deque[EntryId] = deque(maxlen=count - len(found))
-        async for entry, owner in self._heads(stream, after, last):
-            if owner == number and entry < last:
+        entries, rest = await self._latest(stream, number, count, after, until)
+        # If the session was quiet of late, and others were not, no more of their data is read.
+        older: deque[EntryId] = deque(maxlen=count - len(entries))
+        async for entry, owner in self._heads(stream, after, rest):
+            if owner == number:
                 older.append(entry)
-        return [*found, *reversed(older)]
+        return [*(entry.id for entry in entries), *reversed(older)]
+
+    async def _latest(
+        self, stream: str, number: int, count: int, after: EntryId, until: EntryId
+    ) -> tuple[list[StreamEntry], EntryId]:
+        """Return those of a session's last entries that are among the last few hundred between two positions.
+
+        The latest is first. Return also the position up to which more of them may be: ``after`` if these are all.
+        """
+        found: list[StreamEntry] = []
+        size = min(count, PAGE)
+        for _ in range(PAGES):
+            edges = id_text(until), f"({id_text(after)}"
+            answers = await self.nodes.read_key("XREVRANGE", self.keys.stream(stream), *edges, "COUNT", size)
+            entries = [entry_of(answer) for answer in answers]
+            found += [entry for entry in entries if entry.number == number]
+            if len(found) >= count or len(answers) < size:
+                return found[:count], after
+            until, size = before(entries[-1].id), min(2 * size, PAGE)
+        return found, until
 
     async def _heads(self, stream: str, after: EntryId, until: EntryId) -> AsyncIterator[tuple[EntryId, int]]:
         """Yield the entries between two positions, each with the number of its session, without data."""
@@ -313,19 +291,17 @@ def _located(identity: str, fields: dict[bytes, bytes]) -> Located | None:
     if number_of(number) < 0 or not stream:
         return None
     try:
-        position = parse_id(fields.get(b"streamPosition", b"0-0"))
         start, end = (_integer(fields.get(name)) for name in (b"tStart", b"tEnd"))
-        paired = start is not None and end is not None
-        json, merged = (_object(fields.get(name)) for name in (b"json", b"merged"))
+        texts = [fields[name].decode() if name in fields else None for name in (b"json", b"merged")]
+        json, merged = (merge_session_json(None, text) for text in texts)
         return Located(
             identity=identity,
             number=int(number),
             stream=stream.decode(),
-            position=position,
+            position=parse_id(fields.get(b"streamPosition", b"0-0")),
             json=json,
             merged=merged,
-            start=start if paired else None,
-            end=end if paired else None,
+            span=None if start is None or end is None else (start, end),
             state=fields[b"state"].decode() if b"state" in fields else state_of(json),
             updated_ms=_integer(fields.get(b"lastUpdated")) or 0,
             writer=fields.get(b"writer", b"").decode(),
@@ -334,15 +310,6 @@ def _located(identity: str, fields: dict[bytes, bytes]) -> Located | None:
             shared=b"shared" in fields,
         )
     except ValueError:  # invalid numbers or text
-        return None
-
-
-def _object(text: bytes | None) -> str | None:
-    """Return the text of a JSON object; None for anything else, which cannot be embedded in a frame."""
-    found = None if text is None else text.decode()
-    try:
-        return None if found is None or _fields(found) is None else found
-    except (msgspec.DecodeError, RecursionError):
         return None
 
 
@@ -427,8 +394,7 @@ def first_of_write(last: EntryId, first: bytes | None) -> EntryId:
 
 
 async def _mark(live: LiveSessions, located: Located) -> int | None:
-    key = live.keys.stream_marks(located.stream)
-    (mark,) = await live.nodes.read_keyed([(key, ("HGET", key, located.writer))])
+    mark = await live.nodes.read_key("HGET", live.keys.stream_marks(located.stream), located.writer)
     return None if mark is None else int(mark)
 
 
@@ -447,7 +413,7 @@ async def _write_from(live: LiveSessions, located: Located, begin: str) -> _Ledg
     """Return the writer's first write in the ledger from an id on."""
     key, writer = live.keys.ledger(located.stream), located.writer.encode()
     while True:
-        (writes,) = await live.nodes.read_keyed([(key, ("XRANGE", key, begin, "+", "COUNT", LEDGER_PAGE))])
+        writes = await live.nodes.read_key("XRANGE", key, begin, "+", "COUNT", LEDGER_PAGE)
         for entry, answer in writes:
             fields = mapping(answer)
             if fields[b"w"] == writer:

@@ -129,16 +129,12 @@ class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class Periodic(_Part, frozen=True):
-    """Samples of one channel at a fixed interval."""
-
     channel: ChannelId
     start: Time
     interval: Time | None = None
 
 
 class Timestamped(_Part, frozen=True):
-    """Samples of one channel, each with its time."""
-
     channel: ChannelId
     times: list[Time] | None = None
     start: Time | None = None
@@ -152,8 +148,6 @@ class Timestamped(_Part, frozen=True):
 
 
 class SampleRow(_Part, frozen=True):
-    """One sample of each of several channels, at one time."""
-
     channels: list[ChannelId]
     time: Time
 
@@ -180,28 +174,20 @@ class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 
 
 class OpenSession(_Record, frozen=True, tag="open"):
-    """Begins a session, or updates an open one."""
-
     json: dict[str, Any] = {}
     configs: dict[str, msgspec.Raw] = {}
 
 
 class Update(_Record, frozen=True, tag="session"):
-    """Updates a session's JSON."""
-
     json: dict[str, Any]
 
 
 class Config(_Record, frozen=True, tag="config"):
-    """Publishes a configuration."""
-
     identifier: str
     config: msgspec.Raw
 
 
 class Data(_Record, frozen=True, tag="data"):
-    """Samples and events."""
-
     periodic: list[Periodic] = []
     timestamped: list[Timestamped] = []
     rows: list[SampleRow] = []
@@ -210,8 +196,6 @@ class Data(_Record, frozen=True, tag="data"):
 
 
 class Close(_Record, frozen=True, tag="close"):
-    """Ends a session."""
-
     state: Closed = "closed"
     json: dict[str, Any] = {}
 
@@ -228,14 +212,8 @@ class Head(msgspec.Struct, frozen=True):
     """Identifier of a configuration; other records have no such field, so anything may stand there."""
 
 
-_KINDS: dict[str, type[Record]] = {
-    "open": OpenSession,
-    "session": Update,
-    "config": Config,
-    "data": Data,
-    "close": Close,
-}
-_PARTS: dict[str, type[Any]] = {
+_KINDS: dict[Any, type[Record]] = {kind.__struct_config__.tag: kind for kind in get_args(Record)}
+PARTS: dict[str, type[Any]] = {
     "periodic": Periodic,
     "timestamped": Timestamped,
     "rows": SampleRow,
@@ -305,7 +283,7 @@ def _leniently(value: bytes, error: Exception) -> tuple[Record, Sequence[Fault]]
         try:
             if name not in known:
                 faults.append(Fault(name[:100], "there is no such field"))
-            elif name in _PARTS:
+            elif name in PARTS:
                 fields_read[name] = list(_parts(name, raw, faults))
             else:
                 fields_read[name] = msgspec.json.decode(raw, type=known[name].type)
@@ -323,7 +301,7 @@ def _leniently(value: bytes, error: Exception) -> tuple[Record, Sequence[Fault]]
 def _parts(name: str, raw: msgspec.Raw, faults: list[Fault]) -> Any:
     for i, each in enumerate(_decode_list(raw)):
         try:
-            yield msgspec.json.decode(each, type=_PARTS[name])
+            yield msgspec.json.decode(each, type=PARTS[name])
         except (ValueError, RecursionError) as wrong:
             faults.append(Fault(f"{name}[{i}]", str(wrong)))
 
@@ -333,17 +311,7 @@ Array: TypeAlias = npt.NDArray[Any]
 WIDTHS: dict[str, int] = {"u8": 1, "s8": 1, "u16": 2, "s16": 2, "u32": 4, "s32": 4, "f32": 4, "3f32": 12, "f64": 8}
 """Bytes of one sample of each type; ``3f32`` is three numbers."""
 
-_CODES = {
-    "u8": "u1",
-    "s8": "i1",
-    "u16": "u2",
-    "s16": "i2",
-    "u32": "u4",
-    "s32": "i4",
-    "f32": "f4",
-    "3f32": "f4",
-    "f64": "f8",
-}
+_CODES = dict(zip(WIDTHS, ("u1", "i1", "u2", "i2", "u4", "i4", "f4", "f4", "f8"), strict=True))
 _DTYPES = {(name, big): np.dtype(("<", ">")[big] + code) for name, code in _CODES.items() for big in (False, True)}
 
 
@@ -423,7 +391,7 @@ def _floats(values: Sequence[Any] | Array, dtype: np.dtype[Any]) -> Array:
         if values.dtype.kind not in "iuf" or values.ndim != 1:
             raise BadSample("not-a-number", f"an array of {values.dtype} and {values.ndim} dimensions")
     else:
-        _only(values, (int, float, type(None)))
+        _has_floats(values, (int, float, type(None)))
     try:
         wide = np.asarray(values, np.float64)
     except OverflowError:
@@ -437,9 +405,8 @@ def _floats(values: Sequence[Any] | Array, dtype: np.dtype[Any]) -> Array:
 
 def _integers(values: Sequence[Any] | Array, dtype: np.dtype[Any]) -> Array:
     if not isinstance(values, np.ndarray):
-        kinds = _only(values, (int, float))
         try:
-            values = np.asarray(values, np.float64 if float in kinds else np.int64)
+            values = np.asarray(values, np.float64 if _has_floats(values, (int, float)) else np.int64)
         except OverflowError:
             raise _beyond(dtype) from None
     if values.dtype.kind not in "iuf" or values.ndim != 1:
@@ -454,13 +421,14 @@ def _integers(values: Sequence[Any] | Array, dtype: np.dtype[Any]) -> Array:
     return values.astype(dtype)
 
 
-def _only(values: Sequence[Any], allowed: tuple[type, ...]) -> set[type]:
+def _has_floats(values: Sequence[Any], allowed: tuple[type, ...]) -> bool:
+    """Return True if any value is a float; BadSample if one is of no allowed type."""
     kinds = set(map(type, values))
     for kind in kinds:
         if kind is bool or not issubclass(kind, (*allowed, np.integer, np.floating)):
             name = "null" if kind is type(None) else kind.__name__
             raise BadSample("not-a-number", f"{name} among the values")
-    return {float} if any(issubclass(kind, float | np.floating) for kind in kinds) else set()
+    return any(issubclass(kind, float | np.floating) for kind in kinds)
 
 
 def _beyond(dtype: np.dtype[Any]) -> BadSample:

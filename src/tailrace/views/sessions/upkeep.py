@@ -29,7 +29,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from heapq import heapify, heapreplace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -38,7 +38,7 @@ from tailrace.log.cursor import EntryId, id_text, parse_id
 from tailrace.upkeep.job import Facts, JobLease, Jobs, ScheduledJob, Scope, Stopped, Work, milliseconds, run_job
 from tailrace.upkeep.sweep import compare_clocks
 from tailrace.valkey.marks import NOTHING
-from tailrace.valkey.shards import Keyed, KeyedCall, Shards, StoreOptions, mapping, translated
+from tailrace.valkey.shards import Arg, Keyed, Shards, StoreOptions, mapping, translated
 from tailrace.views.sessions.burst import bursts, pack, session_json
 from tailrace.views.sessions.configuration import identifiers
 from tailrace.views.sessions.model import ABANDONED, PROGRAM, Session
@@ -93,7 +93,7 @@ def _has_sessions(settings: Settings) -> bool:
     """Return whether any program wrote sessions with Tailrace, without the pipeline."""
     shards = Shards(StoreOptions.of(settings.valkey))
     try:
-        return bool(shards.run_keyed([(shards.keys.sessions(), ("EXISTS", shards.keys.sessions()))])[0])
+        return bool(shards.run_key("EXISTS", shards.keys.sessions()))
     finally:
         shards.close()
 
@@ -159,17 +159,14 @@ class _Candidate(NamedTuple):
 
 
 class Abandoning(_SessionJob):
-    """One run of the job ``abandon``."""
-
     name = "abandon"
     counted = ("sessions",)
 
     def run(self, shards: Shards, lease: JobLease) -> None:
-        """Inspect every listed session."""
         # The watermark before the sessions: their states are at least as late.
         reached = _watermark(shards)
-        store = SessionStore(shards, self._rules.options)
-        names = SessionUpkeep(store).listed()
+        store = SessionUpkeep(shards, self._rules.options)
+        names = store.listed()
         clocks: dict[str, int] = {}
         for at in range(0, len(names), NAMES_AT_ONCE):
             lease.check()
@@ -227,24 +224,21 @@ def _abandon(store: SessionStore, candidate: _Candidate) -> bool:
 
 
 class Forgetting(_SessionJob):
-    """One run of the job ``forget``."""
-
     name = "forget"
     counted = ("sessions", "streams")
 
     def run(self, shards: Shards, lease: JobLease) -> None:
         """Inspect every stream and its sessions; StoreError if the clocks disagree: then nothing was forgotten."""
-        store = SessionStore(shards, self._rules.options)
-        upkeep = SessionUpkeep(store)
+        upkeep = SessionUpkeep(shards, self._rules.options)
         now_ms = compare_clocks(shards, self._scope.clock)
         before_ms = now_ms - self._rules.options.expire_ms
         bound: set[str] = set()
-        for stream in upkeep.streams():
+        for stream in upkeep.maintained():
             lease.check()
             numbers = self._forget_idle(upkeep, stream, before_ms, bound)
             oldest_ms = min(before_ms, now_ms - self._rules.limits.age_ms)
             upkeep.forget_trimmed(stream, stale_trims(upkeep.trimmed(stream), numbers, oldest_ms))
-            self._counts["streams"] += upkeep.drop(stream, store.server_ms(stream) - self._rules.forget_streams_ms)
+            self._counts["streams"] += upkeep.drop(stream, upkeep.server_ms(stream) - self._rules.forget_streams_ms)
             if self._scope.stopped():
                 break
         else:
@@ -299,8 +293,6 @@ class TrimMemory:
 
 
 class Trimming(_SessionJob):
-    """One run of the job ``trim``."""
-
     name = "trim"
     counted = ("entries", "bytes")
 
@@ -310,15 +302,14 @@ class Trimming(_SessionJob):
 
     def run(self, shards: Shards, lease: JobLease) -> None:
         """Trim every stream; StaleUpkeep if another process has taken over."""
-        store = SessionStore(shards, self._rules.options)
-        upkeep = SessionUpkeep(store)
-        streams = upkeep.streams()
+        upkeep = SessionUpkeep(shards, self._rules.options)
+        streams = upkeep.maintained()
         self._memory.check(shards, streams)
         for stream in streams:
             weights = self._memory.of(stream)
             while self._weigh(upkeep, stream, weights, lease):
-                self._shed(upkeep, stream, weights, store.server_ms(stream), lease)
-            now_ms = store.server_ms(stream)
+                self._shed(upkeep, stream, weights, upkeep.server_ms(stream), lease)
+            now_ms = upkeep.server_ms(stream)
             self._shed(upkeep, stream, weights, now_ms, lease)
             upkeep.cut_ledger(stream, now_ms - self._rules.ledger_ms)
             if self._scope.stopped():
@@ -361,27 +352,23 @@ class IndexedSession(NamedTuple):
     updated_ms: int | None
 
 
-class SessionUpkeep:
-    """Store operations of upkeep.
+class SessionUpkeep(SessionStore):
+    """The operations of upkeep on stored sessions.
 
     Every call is short, so that the server stays responsive, and safe beside writers: whatever has changed since it
     was read stays.
     """
 
-    def __init__(self, store: SessionStore) -> None:
-        self._store, self._shards, self._keys = store, store.shards, store.shards.keys
-
-    def streams(self) -> list[str]:
+    def maintained(self) -> list[str]:
         """Return the streams to maintain: all but those of others whose names have braces, or that are no streams."""
-        names = sorted(name for name in self._store.streams() if is_stream_name(name))
+        names = sorted(name for name in self.streams() if is_stream_name(name))
         keys = [self._keys.stream(name) for name in names]
-        kinds = self._shards.run_keyed([(key, ("TYPE", key)) for key in keys])
+        kinds = self.shards.run_keyed([(key, ("TYPE", key)) for key in keys])
         return [name for name, kind in zip(names, kinds, strict=True) if kind in (b"stream", b"none")]
 
     def weigh(self, stream: str, after: EntryId) -> list[Weighed]:
         """Return some of the next entries of a stream; none at its end."""
-        call: KeyedCall = "weigh", self._slot(stream), (id_text(after), *WEIGHED)
-        flat = iter(self._shards.call_keyed([call])[0])
+        flat = iter(self._call_one("weigh", stream, id_text(after), *WEIGHED))
         return [
             Weighed(parse_id(entry), int(number) if number.isdigit() else -1, int(size))
             for entry, number, size in zip(flat, flat, flat, strict=True)
@@ -389,23 +376,20 @@ class SessionUpkeep:
 
     def shed(self, stream: str, number: int, entries: Sequence[EntryId]) -> int:
         """Remove a session's oldest entries from its stream and note that for readers; return their number."""
-        ids = [id_text(entry) for entry in entries]
-        return int(self._shards.call_keyed([("shed", self._slot(stream), (number, *ids))])[0])
+        return int(self._call_one("shed", stream, number, *map(id_text, entries)))
 
     def cut_ledger(self, stream: str, before_ms: int) -> int:
         """Remove writes before a time from the ledger, unless the stream still has them; return their number."""
-        return int(self._shards.call_keyed([("cut_ledger", self._slot(stream), (max(before_ms, 0),))])[0])
+        return int(self._call_one("cut_ledger", stream, max(before_ms, 0)))
 
     def trimmed(self, stream: str) -> dict[int, EntryId]:
         """Return the newest trimmed entry of each session, by number."""
-        key = self._keys.trimmed(stream)
-        noted = mapping(self._shards.run_keyed([(key, ("HGETALL", key))])[0])
+        noted = mapping(self.shards.run_key("HGETALL", self._keys.trimmed(stream)))
         return {int(number): parse_id(entry) for number, entry in noted.items() if number.isdigit()}
 
     def forget_trimmed(self, stream: str, numbers: Sequence[int]) -> None:
-        key = self._keys.trimmed(stream)
         if numbers:
-            self._shards.run_keyed([(key, ("HDEL", key, *numbers))])
+            self.shards.run_key("HDEL", self._keys.trimmed(stream), *numbers)
 
     def sessions(self, stream: str) -> Iterator[IndexedSession]:
         """Yield all sessions in the state of a stream, with the times at which their hashes were last written.
@@ -413,36 +397,34 @@ class SessionUpkeep:
         The state is read before the time: if the session is written in between, its version is not the one seen.
         """
         states, claims, index = self._keys.stream_sessions(stream), self._keys.claims(stream), self._keys.sessions()
-        named = self._shards.run_keyed([(states, ("HKEYS", states)), (claims, ("HKEYS", claims))])
+        named = self.shards.run_keyed([(states, ("HKEYS", states)), (claims, ("HKEYS", claims))])
         # Notes of writers have names that no session can have.
         names = [name for name in dict.fromkeys((*named[0], *named[1])) if not name.startswith(b"\0")]
         for at in range(0, len(names), NAMES_AT_ONCE):
             some = names[at : at + NAMES_AT_ONCE]
-            (values,) = self._shards.run_keyed([(states, ("HMGET", states, *some))])
-            (scores,) = self._shards.run_keyed([(index, ("ZMSCORE", index, *some))])
+            values = self.shards.run_key("HMGET", states, *some)
+            scores = self.shards.run_key("ZMSCORE", index, *some)
             for name, value, score in zip(some, values, scores, strict=True):
                 yield IndexedSession(name.decode(), value or b"", None if score is None else int(float(score)))
 
     def forget(self, stream: str, indexed: IndexedSession, number: int | None, before_ms: int) -> bool:
         """Forget a session, if it is still the one seen, and its unfinished openings from before a time."""
-        version = indexed.value[:VERSION_BYTES]
-        args = (indexed.identity, version, "" if number is None else number, before_ms)
-        return bool(self._shards.call_keyed([("forget_session", self._slot(stream), args)])[0])
+        seen = indexed.identity, indexed.value[:VERSION_BYTES], "" if number is None else number
+        return bool(self._call_one("forget_session", stream, *seen, before_ms))
 
     def forget_listed(self, before_ms: int) -> int:
         """Remove sessions from the listing that were last updated before a time; return their number."""
-        index = self._keys.sessions()
-        return int(self._shards.run_keyed([(index, ("ZREMRANGEBYSCORE", index, "-inf", f"({before_ms}"))])[0])
+        return int(self.shards.run_key("ZREMRANGEBYSCORE", self._keys.sessions(), "-inf", f"({before_ms}"))
 
     def strangers(self, since_ms: int) -> Iterator[dict[str, int]]:
         """Scan all keys; yield sessions of other programs in batches, some of them empty, with their last updates.
 
         Those are hashes whose keys match the template, and that have the fields that every writer writes.
         """
-        before, _, after = self._store.options.key.partition("{identity}")
+        before, _, after = self.options.key.partition("{identity}")
         pattern = f"{before.translate(_GLOB)}*{after.translate(_GLOB)}"
         fields = ("streamSessionId", "streamName", "json", "lastUpdated", "order")
-        for node in self._shards.primaries():
+        for node in self.shards.primaries():
             cursor = -1
             while cursor:
                 command = ("SCAN", max(cursor, 0), "MATCH", pattern, "COUNT", SCANNED, "TYPE", "hash")
@@ -453,40 +435,37 @@ class SessionUpkeep:
                 names = [key[len(before) : len(key) - len(after)] for key in texts]
                 found: dict[str, int] = {}
                 for name, (number, stream, json, updated, order) in zip(
-                    names, self._store.hash_fields(names, fields), strict=True
+                    names, self.hash_fields(names, fields), strict=True
                 ):
                     if number and stream and json and updated and updated.isdigit() and order is None:
                         found[name] = int(updated)
                 yield {name: updated for name, updated in found.items() if updated >= since_ms}
 
     def enlist(self, updated: Mapping[str, int], now_ms: int) -> None:
-        index = self._keys.sessions()
         flat = [part for name, ms in updated.items() for part in (min(ms, now_ms), name)]
         if flat:
-            self._shards.run_keyed([(index, ("ZADD", index, "GT", *flat))])
+            self.shards.run_key("ZADD", self._keys.sessions(), "GT", *flat)
 
     def drop(self, stream: str, before_ms: int) -> bool:
         """Remove a stream without sessions and without an entry since a time; return True if it was removed."""
-        if not self._shards.call_keyed([("drop_stream", self._slot(stream), (before_ms,))])[0]:
+        if not self._call_one("drop_stream", stream, before_ms):
             return False
-        streams, key = self._keys.streams(), self._keys.stream(stream)
-        self._shards.run_keyed([(streams, ("SREM", streams, stream))])
-        if self._shards.run_keyed([(key, ("EXISTS", key))])[0]:
-            self._shards.run_keyed([(streams, ("SADD", streams, stream))])  # a writer was faster
+        self.shards.run_key("SREM", self._keys.streams(), stream)
+        if self.shards.run_key("EXISTS", self._keys.stream(stream)):
+            self.shards.run_key("SADD", self._keys.streams(), stream)  # a writer was faster
         return True
 
     def renew_configs(self, identifiers: Iterable[str]) -> int:
         """Extend the life of configurations to that of a session from now; return their number."""
         keys = [self._keys.config(identifier) for identifier in identifiers]
-        renewed: list[Keyed] = [(key, ("PEXPIRE", key, self._store.options.expire_ms)) for key in keys]
-        return sum(self._shards.run_keyed(renewed))
+        renewed: list[Keyed] = [(key, ("PEXPIRE", key, self.options.expire_ms)) for key in keys]
+        return sum(self.shards.run_keyed(renewed))
 
     def listed(self) -> list[str]:
-        index = self._keys.sessions()
-        return [name.decode() for name in self._shards.run_keyed([(index, ("ZRANGE", index, 0, -1))])[0]]
+        return [name.decode() for name in self.shards.run_key("ZRANGE", self._keys.sessions(), 0, -1)]
 
-    def _slot(self, stream: str) -> list[str]:
-        return [self._keys.stream(stream), self._keys.stream_tag(stream)]
+    def _call_one(self, function: str, stream: str, *args: Arg) -> Any:
+        return self.shards.call_keyed([(function, self._slot(stream), args)])[0]
 
 
 _SPARE = 1024
@@ -538,7 +517,6 @@ class Weights:
         """Last entry added, even if it was dropped since."""
 
     def add(self, entry: EntryId, number: int, size: int) -> None:
-        """Add the next entry, of the session with this number."""
         self._lines.setdefault(number, _Line()).add(entry, size)
         self.last = entry
 

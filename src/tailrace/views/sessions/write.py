@@ -23,8 +23,8 @@ from tailrace.log.segment import DAY_MS
 from tailrace.query.predicate import TopicFilter
 from tailrace.valkey.marks import LONG_AGO, NOTHING, read_times
 from tailrace.valkey.shards import Arg, Shards
-from tailrace.views.sessions.configuration import Catalogue, bindings_in, identifiers
-from tailrace.views.sessions.model import STORED, Recorder, RecordOutcome, Session, dead
+from tailrace.views.sessions.configuration import Catalogue
+from tailrace.views.sessions.model import STORED, Recorder, RecordOutcome, Session, configs_in, dead
 from tailrace.views.sessions.store import (
     Known,
     SessionChange,
@@ -35,7 +35,7 @@ from tailrace.views.sessions.store import (
     state_of,
     write_drafts,
 )
-from tailrace.views.sessions.telemetry import Config, OpenSession, Record, Refused, Update, head, identity_of, parse
+from tailrace.views.sessions.telemetry import Config, Record, Refused, head, identity_of, parse
 
 if TYPE_CHECKING:
     from tailrace.config.settings import Settings
@@ -70,14 +70,11 @@ class SessionPlan(msgspec.Struct, frozen=True):
 
 
 class SessionsDriver(ViewDriver):
-    """Hooks of the driver: the begin of sessions, and their marks."""
-
     def __init__(self, plan: SessionPlan) -> None:
         super().__init__(plan)
         self._sessions = plan
 
     def begin(self, start: Start, generations: Mapping[str, int], bounds: Bounds) -> None:
-        """Begin at the end, if so configured."""
         if start.settings.sessions.begin == "end":
             begin_at_end(start, self.name, generations, bounds)
 
@@ -107,8 +104,6 @@ class _SliceNames(NamedTuple):
 
 
 class _StreamState(NamedTuple):
-    """State of a partition in its stream."""
-
     stream: str
     mark: int
     notes: dict[int, RecordOutcome]
@@ -116,8 +111,6 @@ class _StreamState(NamedTuple):
 
 
 class SessionsWriter(Writer):
-    """Writes sessions into the streams of their partitions."""
-
     name = VIEW
     span_ms = DAY_MS
     future_ms = 0
@@ -286,15 +279,10 @@ def _names_in(records: Slice) -> _SliceNames:
                 continue
             identities[identity_of(found.session, records.keys[i])] = None
             if found.type in ("open", "session"):
-                configs |= _configs_in(parse(value)[0])
+                configs |= configs_in(parse(value)[0])
         except Refused:
             continue
     return _SliceNames(records, tuple(identities), frozenset(configs))
-
-
-def _configs_in(record: Record) -> set[str]:
-    found = identifiers(bindings_in(record.json)) if isinstance(record, OpenSession | Update) else set()
-    return found | set(record.configs) if isinstance(record, OpenSession) else found
 
 
 def _parse(records: Slice, i: int) -> RecordOutcome | tuple[str, Record, Sequence[Any]]:

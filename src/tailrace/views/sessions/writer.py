@@ -30,8 +30,8 @@ import numpy.typing as npt
 from tailrace.errors import EventRefused, StoreChanged, StoreError, StoreUnavailable, TailraceError
 from tailrace.valkey.shards import Shards, StoreOptions, load_functions
 from tailrace.views.sessions import telemetry
-from tailrace.views.sessions.configuration import Catalogue, bindings_in, identifiers
-from tailrace.views.sessions.model import PROGRAM, STORED, Recorder, RecordOutcome, checked
+from tailrace.views.sessions.configuration import Catalogue
+from tailrace.views.sessions.model import PROGRAM, STORED, Recorder, checked, configs_in
 from tailrace.views.sessions.store import (
     Known,
     Numbers,
@@ -52,12 +52,54 @@ FLUSH_BYTES = 1 << 20
 ATTEMPTS = 100
 """Refusals after which one flush gives up."""
 PAUSE_S = (0.05, 2.0)
-_NO_DATA = telemetry.Data()
+
+
+def _refused(identity: str, reason: str, faults: Sequence[telemetry.Fault]) -> EventRefused:
+    what = "; ".join(f"{fault.part}: {fault.what}" if fault.part else fault.what for fault in faults)
+    return EventRefused(f"session {identity[:40]!r}: {reason}{f' ({what})' if what else ''}")
+
+
+def _channel(number: int) -> int:
+    if not 0 <= index(number) <= telemetry.MAX_CHANNEL:
+        raise ValueError(f"{number} is no number of a channel")
+    return index(number)
+
+
+def _times(times: Times) -> Any:
+    if not isinstance(times, np.ndarray):
+        return [index(time) for time in times]
+    if times.ndim != 1 or times.dtype.kind not in "iu" or (times.size and int(times.max()) > telemetry.LAST):
+        raise ValueError(f"times are integers of nanoseconds in a row, not an array of {times.dtype} like this one")
+    return times.astype(np.int64)
+
+
+def _data(data: bytes) -> bytes:
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise TypeError(f"samples as bytes are wanted, not {type(data).__name__}")
+    return bytes(data)
+
+
+def _type(type_: telemetry.Type) -> telemetry.Type:
+    if type_ not in telemetry.WIDTHS:
+        raise ValueError(f"no channel has the type {type_!r}: one of {', '.join(telemetry.WIDTHS)}")
+    return type_
+
+
+# The arguments of the methods as fields of records. Each is copied, since the program may reuse its arrays before the
+# flush, and checked, since a fault found only at the flush would keep everything else from being sent.
+_COPIES: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("id", "time", "start", "end", "interval"), index),
+    "channel": _channel,
+    "channels": lambda numbers: [_channel(number) for number in numbers],
+    "times": _times,
+    "values": lambda values: values.copy() if isinstance(values, np.ndarray) else list(values),
+    "data": _data,
+    "as_": _type,
+}
+_EVENT_COPIES = _COPIES | {"app": str, "text": str, "values": lambda values: [float(value) for value in values]}
 
 
 class _PendingRecord(NamedTuple):
-    """A record that is not in the stream yet."""
-
     number: int
     time_ms: int
     identity: str
@@ -178,12 +220,7 @@ class SessionWriter:
         self._part(
             session,
             "periodic",
-            lambda: telemetry.Periodic(
-                channel=_channel(channel),
-                start=index(start),
-                interval=None if interval is None else index(interval),
-                **_samples(values, data, as_),
-            ),
+            {"channel": channel, "start": start, "interval": interval, "values": values, "data": data, "as_": as_},
         )
 
     def timestamped(
@@ -198,11 +235,7 @@ class SessionWriter:
     ) -> None:
         """Write samples with individual times."""
         self._part(
-            session,
-            "timestamped",
-            lambda: telemetry.Timestamped(
-                channel=_channel(channel), times=_times(times), **_samples(values, data, as_)
-            ),
+            session, "timestamped", {"channel": channel, "times": times, "values": values, "data": data, "as_": as_}
         )
 
     def row(
@@ -216,15 +249,7 @@ class SessionWriter:
         session: str | None = None,
     ) -> None:
         """Write one sample of each of several channels, at one time."""
-        self._part(
-            session,
-            "rows",
-            lambda: telemetry.SampleRow(
-                channels=[_channel(channel) for channel in channels],
-                time=index(time),
-                **_samples(None if values is None else list(values), data, as_),
-            ),
-        )
+        self._part(session, "rows", {"channels": channels, "time": time, "values": values, "data": data, "as_": as_})
 
     def event(
         self,
@@ -237,17 +262,11 @@ class SessionWriter:
         session: str | None = None,
     ) -> None:
         """Write an event."""
-        self._part(
-            session,
-            "events",
-            lambda: telemetry.TelemetryEvent(
-                index(definition), index(time), app, text, [float(value) for value in values]
-            ),
-        )
+        self._part(session, "events", {"id": definition, "time": time, "app": app, "text": text, "values": values})
 
     def range(self, start: int, end: int, session: str | None = None) -> None:
         """Extend the session's time range, with or without samples."""
-        self._part(session, "range", lambda: telemetry.TimeRange(index(start), index(end)))
+        self._part(session, "range", {"start": start, "end": end})
 
     def close_session(
         self, state: telemetry.Closed = "closed", json: Mapping[str, Any] | None = None, session: str | None = None
@@ -255,9 +274,7 @@ class SessionWriter:
         """End a session, and flush."""
         identity = self._of(session)
         if state not in telemetry.CLOSED:
-            raise _refused(
-                identity, RecordOutcome("dead", "bad-record", (telemetry.Fault("state", f"{state!r} ends no session"),))
-            )
+            raise _refused(identity, "bad-record", [telemetry.Fault("state", f"{state!r} ends no session")])
         self._record(identity, telemetry.Close(state=state, json=self._checked(identity, json)))
         self.flush()
 
@@ -278,23 +295,21 @@ class SessionWriter:
         except (TypeError, ValueError) as error:
             faults = [telemetry.Fault("json", str(error))]
         if faults:
-            raise _refused(identity, RecordOutcome("dead", "bad-part", tuple(faults)))
+            raise _refused(identity, "bad-part", faults)
         return update
 
-    def _part(self, session: str | None, name: str, make: Callable[[], Any]) -> None:
-        identity = self._of(session)
+    def _part(self, session: str | None, name: str, arguments: Mapping[str, Any]) -> None:
+        """Record a part of data, made of copies of a method's arguments."""
+        identity, copies = self._of(session), _EVENT_COPIES if name == "events" else _COPIES
         try:
-            part = make()
+            fields = {field: copies[field](value) for field, value in arguments.items() if value is not None}
+            part: Any = telemetry.TimeRange(**fields) if name == "range" else [telemetry.PARTS[name](**fields)]
         except (TypeError, ValueError) as error:
-            raise _refused(identity, RecordOutcome("dead", "bad-part", (telemetry.Fault(name, str(error)),))) from None
-        self._record(identity, msgspec.structs.replace(_NO_DATA, **{name: part if name == "range" else [part]}))
+            raise _refused(identity, "bad-part", [telemetry.Fault(name, str(error))]) from None
+        self._record(identity, telemetry.Data(**{name: part}))
 
     def _record(self, identity: str, record: telemetry.Record) -> None:
-        named = (
-            identifiers(bindings_in(record.json))
-            if isinstance(record, telemetry.OpenSession | telemetry.Update)
-            else set()
-        )
+        named = configs_in(record)
         if not isinstance(record, telemetry.Config):
             try:
                 identity = telemetry.identity_of(identity, None)
@@ -307,7 +322,7 @@ class SessionWriter:
         pending = _PendingRecord(self._next + 1, round(self._clock() * 1000) + self._ahead_ms, identity, record)
         outcome = self._recorder.take(*pending)
         if outcome is not STORED:
-            raise _refused(identity, outcome)
+            raise _refused(identity, outcome.reason, outcome.faults)
         if not self._pending:
             self._since = time.monotonic()
         self._next += 1
@@ -369,8 +384,6 @@ class SessionWriter:
             _, values = self._store.read(self._stream, self._writer, [identity])
             self._known.learn(self._stream, values, self._store.owners([identity]))
             self._met.add(identity)
-            known = self._known.sessions.get(identity)
-            self._recorder.meet({} if known is None else {identity: known}, self._known.elsewhere)
         learn_configs(self._store, self._catalogue, [self._known], named)
 
     def _reload(self) -> None:
@@ -392,39 +405,7 @@ class SessionWriter:
                 if outcome is STORED:
                     self._pending.append(each)
                 else:
-                    refused.append(_refused(each.identity, outcome))
+                    refused.append(_refused(each.identity, outcome.reason, outcome.faults))
         self._is_lost = False
         if refused:
             raise refused[0]
-
-
-def _refused(identity: str, outcome: RecordOutcome) -> EventRefused:
-    what = "; ".join(f"{fault.part}: {fault.what}" if fault.part else fault.what for fault in outcome.faults)
-    return EventRefused(f"session {identity[:40]!r}: {outcome.reason}{f' ({what})' if what else ''}")
-
-
-# The arguments of the methods as fields of records. Each is copied, since the program may reuse its arrays before the
-# flush, and checked, since a fault found only at the flush would keep everything else from being sent.
-
-
-def _channel(number: int) -> int:
-    if not 0 <= index(number) <= telemetry.MAX_CHANNEL:
-        raise ValueError(f"{number} is no number of a channel")
-    return index(number)
-
-
-def _times(times: Times) -> Any:
-    if not isinstance(times, np.ndarray):
-        return [index(time) for time in times]
-    if times.ndim != 1 or times.dtype.kind not in "iu" or (times.size and int(times.max()) > telemetry.LAST):
-        raise ValueError(f"times are integers of nanoseconds in a row, not an array of {times.dtype} like this one")
-    return times.astype(np.int64)
-
-
-def _samples(values: Values | None, data: bytes | None, type_: telemetry.Type) -> dict[str, Any]:
-    if data is not None and not isinstance(data, bytes | bytearray | memoryview):
-        raise TypeError(f"samples as bytes are wanted, not {type(data).__name__}")
-    if type_ not in telemetry.WIDTHS:
-        raise ValueError(f"no channel has the type {type_!r}: one of {', '.join(telemetry.WIDTHS)}")
-    copied = values.copy() if isinstance(values, np.ndarray) else None if values is None else list(values)
-    return {"values": copied, "data": None if data is None else bytes(data), "as_": type_}

@@ -6,6 +6,36 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class StreamDataBurst(_message.Message):
+    __slots__ = ("data",)
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    data: _containers.RepeatedCompositeFieldContainer[StreamData]
+    def __init__(self, data: _Optional[_Iterable[_Union[StreamData, _Mapping]]] = ...) -> None: ...
+
+class StreamData(_message.Message):
+    __slots__ = ("session_json", "time_range", "timestamped_data", "periodic_data", "row_data", "event")
+    SESSION_JSON_FIELD_NUMBER: _ClassVar[int]
+    TIME_RANGE_FIELD_NUMBER: _ClassVar[int]
+    TIMESTAMPED_DATA_FIELD_NUMBER: _ClassVar[int]
+    PERIODIC_DATA_FIELD_NUMBER: _ClassVar[int]
+    ROW_DATA_FIELD_NUMBER: _ClassVar[int]
+    EVENT_FIELD_NUMBER: _ClassVar[int]
+    session_json: str
+    time_range: StreamTimeRange
+    timestamped_data: TimestampedData
+    periodic_data: PeriodicData
+    row_data: RowData
+    event: Event
+    def __init__(self, session_json: _Optional[str] = ..., time_range: _Optional[_Union[StreamTimeRange, _Mapping]] = ..., timestamped_data: _Optional[_Union[TimestampedData, _Mapping]] = ..., periodic_data: _Optional[_Union[PeriodicData, _Mapping]] = ..., row_data: _Optional[_Union[RowData, _Mapping]] = ..., event: _Optional[_Union[Event, _Mapping]] = ...) -> None: ...
+
+class StreamTimeRange(_message.Message):
+    __slots__ = ("start_time", "end_time")
+    START_TIME_FIELD_NUMBER: _ClassVar[int]
+    END_TIME_FIELD_NUMBER: _ClassVar[int]
+    start_time: int
+    end_time: int
+    def __init__(self, start_time: _Optional[int] = ..., end_time: _Optional[int] = ...) -> None: ...
+
 class TimestampedData(_message.Message):
     __slots__ = ("channel_id", "start_timestamp", "timestamp_deltas_scale", "timestamp_deltas", "buffer")
     CHANNEL_ID_FIELD_NUMBER: _ClassVar[int]
@@ -58,26 +88,18 @@ class Event(_message.Message):
     raw_data: _containers.RepeatedScalarFieldContainer[float]
     def __init__(self, event_definition_id: _Optional[int] = ..., app_name: _Optional[str] = ..., timestamp: _Optional[int] = ..., status_text: _Optional[str] = ..., raw_data: _Optional[_Iterable[float]] = ...) -> None: ...
 
-class EventsList(_message.Message):
-    __slots__ = ("events",)
-    EVENTS_FIELD_NUMBER: _ClassVar[int]
-    events: _containers.RepeatedCompositeFieldContainer[Event]
-    def __init__(self, events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ...) -> None: ...
+class StreamRequest(_message.Message):
+    __slots__ = ("subscribe",)
+    SUBSCRIBE_FIELD_NUMBER: _ClassVar[int]
+    subscribe: StreamSubscription
+    def __init__(self, subscribe: _Optional[_Union[StreamSubscription, _Mapping]] = ...) -> None: ...
 
-class RowDataList(_message.Message):
-    __slots__ = ("row_data",)
-    ROW_DATA_FIELD_NUMBER: _ClassVar[int]
-    row_data: _containers.RepeatedCompositeFieldContainer[RowData]
-    def __init__(self, row_data: _Optional[_Iterable[_Union[RowData, _Mapping]]] = ...) -> None: ...
-
-class PeriodicDataList(_message.Message):
-    __slots__ = ("periodic_data",)
-    PERIODIC_DATA_FIELD_NUMBER: _ClassVar[int]
-    periodic_data: _containers.RepeatedCompositeFieldContainer[PeriodicData]
-    def __init__(self, periodic_data: _Optional[_Iterable[_Union[PeriodicData, _Mapping]]] = ...) -> None: ...
-
-class TimestampedDataList(_message.Message):
-    __slots__ = ("timestamped_data",)
-    TIMESTAMPED_DATA_FIELD_NUMBER: _ClassVar[int]
-    timestamped_data: _containers.RepeatedCompositeFieldContainer[TimestampedData]
-    def __init__(self, timestamped_data: _Optional[_Iterable[_Union[TimestampedData, _Mapping]]] = ...) -> None: ...
+class StreamSubscription(_message.Message):
+    __slots__ = ("all_events", "all_data_channels", "data_channel_ids")
+    ALL_EVENTS_FIELD_NUMBER: _ClassVar[int]
+    ALL_DATA_CHANNELS_FIELD_NUMBER: _ClassVar[int]
+    DATA_CHANNEL_IDS_FIELD_NUMBER: _ClassVar[int]
+    all_events: bool
+    all_data_channels: bool
+    data_channel_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, all_events: _Optional[bool] = ..., all_data_channels: _Optional[bool] = ..., data_channel_ids: _Optional[_Iterable[int]] = ...) -> None: ...

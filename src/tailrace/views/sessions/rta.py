@@ -35,12 +35,10 @@ from tailrace.log.cursor import EntryId
 from tailrace.views.sessions import burst
 from tailrace.views.sessions.burst import pack, session_json, time_range, unpack
 from tailrace.views.sessions.reader import StreamHub, Tap
-from tailrace.views.sessions.rta.stream_pb2 import StreamData, StreamDataBurst, StreamRequest, StreamSubscription
+from tailrace.views.sessions.rta_pb2 import StreamData, StreamDataBurst, StreamRequest, StreamSubscription
 from tailrace.views.sessions.settings import SessionsSettings
 from tailrace.views.sessions.streams import Located, StreamEntry, state_of
 from tailrace.views.sessions.telemetry import CLOSED
-
-_UPDATES = ("session_json", "time_range")
 
 
 class Subscription(msgspec.Struct, frozen=True, weakref=True):
@@ -85,10 +83,6 @@ class Form(msgspec.Struct, frozen=True, gc=False):
     unread: str = ""
     """Error, if the entry could not be read."""
 
-    @property
-    def size(self) -> int:
-        return len(self.block or b"")
-
 
 def live_form(entry: StreamEntry, wanted: Subscription, container: str = "auto") -> Form:
     """Return the form of a new entry: updates of the session, and subscribed messages."""
@@ -112,7 +106,7 @@ def live_form(entry: StreamEntry, wanted: Subscription, container: str = "auto")
 
 
 def past_form(entry: StreamEntry, had: Subscription, wanted: Subscription, container: str = "auto") -> Form:
-    """Return the form of a past entry: the messages that ``wanted`` adds to ``had``, without updates.
+    """Return the form of a past entry: the messages that ``wanted`` adds to ``had``, which has all updates.
 
     The session has been described since then, and an older description must not come after a newer one.
     """
@@ -120,11 +114,7 @@ def past_form(entry: StreamEntry, had: Subscription, wanted: Subscription, conta
         messages = burst.parse(unpack(entry.data, container)).data
     except BadBurst as error:
         return Form(unread=str(error))
-    chosen = [
-        message
-        for message in messages
-        if message.WhichOneof("data") not in _UPDATES and wanted.wants(message) and not had.wants(message)
-    ]
+    chosen = [message for message in messages if wanted.wants(message) and not had.wants(message)]
     return Form(pack(_serialised(chosen)) if chosen else None)
 
 
@@ -164,19 +154,6 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _encode = msgspec.json.Encoder().encode
 
 
-class ViewerOptions(msgspec.Struct, frozen=True):
-    backfill_ms: int = 60_000
-    client_bytes: int = 8 << 20
-    drop: bool = True
-    """True if a viewer that is too far behind continues at the end; otherwise it is closed."""
-    container: str = "auto"
-
-    @classmethod
-    def of(cls, settings: SessionsSettings) -> ViewerOptions:
-        backfill_ms = round(settings.backfill.total_seconds() * 1000)
-        return cls(backfill_ms, settings.client_bytes, settings.slow == "drop", settings.container)
-
-
 class _Backfill(msgspec.Struct):
     """Entries from before a subscription that are still to be sent."""
 
@@ -193,16 +170,15 @@ class _Backfill(msgspec.Struct):
 class Viewer:
     """One viewer: ``messages`` yields its messages; afterwards ``closing`` has the reason of its end."""
 
-    def __init__(self, hub: StreamHub, identity: str, options: ViewerOptions) -> None:
-        self._hub, self._live, self._options = hub, hub.live, options
+    def __init__(self, hub: StreamHub, identity: str, settings: SessionsSettings) -> None:
+        self._hub, self._live, self._settings = hub, hub.live, settings
         self.identity = identity
         self.closing = Closing(1000, "")
         self.dropped_bursts = 0
         self.dropped_bytes = 0
         self.unread = 0
         """Number of unreadable entries."""
-        self._wanted: Subscription = NOTHING
-        self._active: Subscription = NOTHING
+        self._wanted = self._active = NOTHING
         """Subscription of the live end; it becomes ``_wanted`` in the next round."""
         self._edge: EntryId = (0, 0)
         self._spoke_ms = 0
@@ -273,8 +249,8 @@ class Viewer:
             if self._wanted is not self._active:
                 self._widen(tap, located)
             behind = tap.behind(self._edge, located.number)
-            if behind > self._options.client_bytes:
-                if not self._options.drop:
+            if behind > self._settings.client_bytes:
+                if self._settings.slow == "close":
                     self.closing = Closing(1013, f"{behind} bytes behind (sessions.client_bytes): connect again")
                     return
                 found = await self._skip(tap, located.number)
@@ -283,10 +259,10 @@ class Viewer:
                 for block in self._described(found):
                     yield block
                 continue
-            wanted, container = self._active, self._options.container
+            wanted, container = self._active, self._settings.container
             show = partial(live_form, wanted=wanted, container=container)
-            entries, reached = await self._next(tap, located.number)
-            for entry, is_shared in entries:
+            entries, is_shared, reached = await self._page(tap, located.number, self._edge, tap.head)
+            for entry in entries:
                 self._edge, self._spoke_ms = entry.id, entry.id[0]
                 form = self._note(self._form(entry, is_shared, wanted, show))
                 if form.block is not None:
@@ -305,8 +281,10 @@ class Viewer:
                 return
             elif self._clock() < self._checked + CHECK_S:
                 await self._wait()
-            elif not await self._is_there(located):
-                return
+            else:
+                self._checked = self._clock()
+                if await self._same(tap.stream, located.number) is None:
+                    return
 
     def _described(self, located: Located) -> Iterator[bytes]:
         """Yield the session's JSON, alone in a burst, and its time range."""
@@ -316,21 +294,22 @@ class Viewer:
                 dropped = {"bursts": self.dropped_bursts, "bytes": self.dropped_bytes}
                 json = _encode(_fields(json) | {"tailraceDropped": msgspec.Raw(_encode(dropped))}).decode()
         yield message_block(session_json(json))
-        if located.start is not None and located.end is not None:
-            yield message_block(time_range(located.start, located.end))
+        if located.span is not None:
+            yield message_block(time_range(*located.span))
             self._ticked = self._clock()
 
     def _widen(self, tap: Tap, located: Located) -> None:
         had, self._active = self._active, self._wanted
         self._patience = self._clock() + SETTLE_S
-        if not self._options.backfill_ms:
+        backfill_ms = round(self._settings.backfill.total_seconds() * 1000)
+        if not backfill_ms:
             return
         if self._backfills and not self._backfills[-1].begun and self._backfills[-1].until == self._edge:
             self._backfills[-1].wanted = self._active  # nothing was sent since then that would come twice
             return
         # The session's last entry counts, not the clock: it may have been silent for long.
         spoke_ms = min(self._spoke_ms or tap.head[0], tap.head[0])
-        begin = max(0, spoke_ms - self._options.backfill_ms), 0
+        begin = max(0, spoke_ms - backfill_ms), 0
         self._backfills.append(_Backfill(max(located.position, begin), self._edge, had, self._active))
 
     async def _skip(self, tap: Tap, number: int) -> Located | None:
@@ -340,11 +319,8 @@ class Viewer:
         self.dropped_bytes += sum(len(entry.data) for entry in missed)
         self._edge = tap.head
         self._span = None
-        found = await self._live.get(self.identity)
-        if not self._same(found, tap.stream, number):
-            return None
-        assert found is not None
-        self._ended = await self._has_ended(tap, found)
+        found = await self._same(tap.stream, number)
+        self._ended = found is not None and await self._has_ended(tap, found)
         return found
 
     async def _has_ended(self, tap: Tap, located: Located) -> bool:
@@ -352,17 +328,18 @@ class Viewer:
         if located.state not in CLOSED:
             return False
         last = await self._live.newest(tap.stream, located.number, self._edge)
-        return last is None or live_form(last, NOTHING, self._options.container).state in CLOSED
+        return last is None or live_form(last, NOTHING, self._settings.container).state in CLOSED
 
-    async def _next(self, tap: Tap, number: int) -> tuple[list[tuple[StreamEntry, bool]], EntryId]:
-        """Return the next entries, whether each is shared, and the position up to which they are complete."""
-        head = tap.head
-        buffered = tap.after(self._edge, number, AT_ONCE + 1)
-        if buffered is not None:
-            reached = buffered[AT_ONCE - 1].id if len(buffered) > AT_ONCE else head
-            return [(entry, True) for entry in buffered[:AT_ONCE]], reached
-        read, reached = await self._live.scan(tap.stream, self._edge, OWN_AT_ONCE, number, head)
-        return [(entry, False) for entry in read], reached
+    async def _page(
+        self, tap: Tap, number: int, after: EntryId, until: EntryId
+    ) -> tuple[list[StreamEntry], bool, EntryId]:
+        """Return the next entries, True if they are shared, and the position up to which they are complete."""
+        buffered = tap.after(after, number, AT_ONCE + 1)
+        if buffered is None:
+            read, reached = await self._live.scan(tap.stream, after, OWN_AT_ONCE, number, until)
+            return read, False, reached
+        page = [entry for entry in buffered[:AT_ONCE] if entry.id <= until]
+        return page, True, page[-1].id if len(page) == AT_ONCE < len(buffered) else until
 
     def _note(self, form: Form) -> Form:
         self.unread += bool(form.unread)
@@ -386,19 +363,13 @@ class Viewer:
         if not job.page:
             await asyncio.sleep(0)  # let others run, however fast this client reads
             job.begun = True
-            buffered = tap.after(job.after, number, AT_ONCE)
-            job.shared = buffered is not None
-            if buffered is None:
-                buffered, job.after = await self._live.scan(tap.stream, job.after, OWN_AT_ONCE, number, job.until)
-            else:
-                buffered = [entry for entry in buffered if entry.id <= job.until]
-                job.after = buffered[-1].id if buffered else job.until
-            job.page.extend(buffered)
+            page, job.shared, job.after = await self._page(tap, number, job.after, job.until)
+            job.page.extend(page)
         if not job.page:
             if job.after >= job.until:
                 self._backfills.popleft()
             return None
-        had, wanted, container = job.had, job.wanted, self._options.container
+        had, wanted, container = job.had, job.wanted, self._settings.container
         form = self._form(
             job.page.popleft(), job.shared, (had, wanted), lambda entry: past_form(entry, had, wanted, container)
         )
@@ -406,7 +377,7 @@ class Viewer:
         return form.block
 
     def _form(self, entry: StreamEntry, is_shared: bool, key: Hashable, make: Callable[[StreamEntry], Form]) -> Form:
-        return self._hub.form(entry, key, make, lambda form: form.size) if is_shared else make(entry)
+        return self._hub.form(entry, key, make, lambda form: len(form.block or b"")) if is_shared else make(entry)
 
     async def _wait(self) -> None:
         until = self._checked + CHECK_S
@@ -418,15 +389,12 @@ class Viewer:
             async with asyncio.timeout_at(until):
                 await self._waiter.wait()
 
-    async def _is_there(self, located: Located) -> bool:
-        self._checked = self._clock()
-        return self._same(await self._live.get(self.identity), located.stream, located.number)
-
-    def _same(self, found: Located | None, stream: str, number: int) -> bool:
+    async def _same(self, stream: str, number: int) -> Located | None:
+        """Return the session, if it is still the one that is followed; otherwise the viewer is to be closed."""
+        found = await self._live.get(self.identity)
         if found is None:
             self.closing = Closing(1000, "the session is no longer kept")
-            return False
-        if (found.stream, found.number) != (stream, number):
+        elif (found.stream, found.number) != (stream, number):
             self.closing = Closing(1012, "the session began anew: connect again")
-            return False
-        return True
+            return None
+        return found

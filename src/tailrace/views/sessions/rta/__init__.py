@@ -1,1 +1,0 @@
-"""The RTA telemetry protocol: its messages, which ``make protos`` makes of the ``.proto`` files, and its viewers."""
