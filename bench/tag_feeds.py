@@ -32,9 +32,10 @@ from tailrace.valkey.shards import Nodes, Shards, StoreOptions, prepare
 from tailrace.views import VIEWS
 from tailrace.views.tags.feed import TagStore, open_store
 from tailrace.views.tags.model import make_tag_request
-from tailrace.views.tags.rows.cassandra import CassandraConnection, CassandraOptions, disconnect
+from tailrace.views.tags.rows.cassandra import CassandraConnection, disconnect
 from tailrace.views.tags.rows.model import StoredRow
 from tailrace.views.tags.rows.store import writer
+from tailrace.views.tags.settings import CassandraSettings
 from tailrace.views.tags.store import VIEW
 
 Row: TypeAlias = dict[str, Any]
@@ -199,7 +200,7 @@ class Asked:
 
 def start_from_nothing(settings: Settings) -> Iterator[Row]:
     """Write tags whose events are ten years apart in all, and yield what it costs to find the first and the last."""
-    options = CassandraOptions.of(settings.cassandra)
+    options = settings.cassandra
     prepare(Shards(StoreOptions.of(settings.valkey)).open())
     end_ms = now_ms() - HOUR_MS
     cases = {"few": [end_ms - YEARS_MS, end_ms - YEARS_MS // 2, end_ms]}
@@ -236,7 +237,7 @@ async def _from_nothing(settings: Settings, tag: str, events: int) -> Row:
             return row | {"queries": asked.queries, "events": found}
 
 
-def _ask_all(options: CassandraOptions, end_ms: int) -> float:
+def _ask_all(options: CassandraSettings, end_ms: int) -> float:
     """Ask buckets that are empty, one by one; return seconds."""
     connection = CassandraConnection(options).open()
     select = connection.prepared("SELECT timestamp FROM $keyspace.tag_views WHERE tag_name = ? AND timebucket = ?")

@@ -46,8 +46,9 @@ from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare
-from tailrace.views.tags.rows.cassandra import CassandraConnection, CassandraOptions
+from tailrace.views.tags.rows.cassandra import CassandraConnection
 from tailrace.views.tags.rows.cassandra import prepare as prepare_tables
+from tailrace.views.tags.settings import CassandraSettings
 from tailrace.views.tags.store import VIEW
 
 Row: TypeAlias = dict[str, Any]
@@ -138,7 +139,7 @@ class Bench(Spark):
         """Forget what was written."""
         self.store.client().flushall()
         if self.node is not None:
-            connection = CassandraConnection(CassandraOptions(port=self.node.port, keyspace=KEYSPACE))
+            connection = CassandraConnection(CassandraSettings(port=self.node.port, keyspace=KEYSPACE))
             # Not the list of buckets: tasks that are kept from run to run list each once.
             connection.execute(connection.text("TRUNCATE $keyspace.tag_views"))
             connection.close()
@@ -223,7 +224,7 @@ class Bench(Spark):
     def _plain(self, topic: str, tags: int) -> tuple[float, int]:
         """Insert every event into each of its tags, one by one, for some seconds."""
         assert self.node is not None
-        prepare_tables(CassandraOptions(port=self.node.port, keyspace="plain"))
+        prepare_tables(CassandraSettings(port=self.node.port, keyspace="plain"))
         cluster = Cluster(["127.0.0.1"], port=self.node.port, protocol_version=4)
         session = cluster.connect()
         insert = session.prepare(_INSERT)
@@ -288,7 +289,7 @@ def main() -> int:
         node = None if options.no_cassandra else stack.enter_context(cassandra(folder))
         bench = Bench(options, kafka, store, node, folder)
         if node is not None:
-            prepare_tables(CassandraOptions(port=node.port, keyspace=KEYSPACE))
+            prepare_tables(CassandraSettings(port=node.port, keyspace=KEYSPACE))
         if {"write", "catch-up"} & options.jobs:
             bench.write()
         if "visible" in options.jobs:

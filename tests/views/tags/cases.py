@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 from uuid import UUID
 
 from tailrace.log.event import Partition
@@ -15,11 +15,10 @@ from tailrace.log.request import AnyFeed, AnyFrame, EventFrame
 from tailrace.log.timeuuid import make_timeuuid
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.tags.model import Tagging
-from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.views.tags.rows.feed import CassandraTags
 from tailrace.views.tags.rows.model import StoredRow
 from tailrace.views.tags.rows.store import writer
+from tailrace.views.tags.settings import CassandraSettings, TagsSettings
 from tailrace.views.tags.store import VIEW, introduce_partitions, raise_floors
 from tailrace.views.tags.write import TagsPlan
 from tests.log.rig import controls, now_ms
@@ -36,9 +35,9 @@ TOPIC = "jobs"
 class World:
     """The tags of one store, their writers, and their readers."""
 
-    def __init__(self, store: StoreOptions, rows: CassandraOptions | None = None) -> None:
+    def __init__(self, store: StoreOptions, rows: CassandraSettings | None = None) -> None:
         self.store, self.rows = store, rows
-        self.bucket = "hour"
+        self.bucket: Literal["minute", "hour", "day"] = "hour"
         """To be changed before anything is written."""
         self._ends: dict[int, int] = {}
 
@@ -52,7 +51,7 @@ class World:
 
     @property
     def options(self) -> TagsPlan:
-        return TagsPlan(tagging=Tagging(paths=("tags",)), span_ms=self.span_ms, cassandra=self.rows)
+        return TagsPlan(TagsSettings(paths=("tags",), bucket=self.bucket), cassandra=self.rows)
 
     @cached_property
     def writer(self) -> Writer:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.tags.rows.cassandra import CassandraOptions
+from tailrace.views.tags.settings import CassandraSettings
 from tests.views.tags.cases import World
 from tests.views.tags.tagged import Tagger
 
@@ -21,7 +21,7 @@ def world(request: pytest.FixtureRequest, store: StoreOptions) -> Iterator[World
 
 
 @pytest.fixture
-def theirs(store: StoreOptions, rows_store: CassandraOptions) -> Iterator[World]:
+def theirs(store: StoreOptions, rows_store: CassandraSettings) -> Iterator[World]:
     """Rows alone, which somebody else may write: without marks, so that only numbers say what is missing."""
     made = World(store, rows_store)
     yield made

@@ -15,7 +15,7 @@ from tailrace.log.store import Logs
 from tailrace.valkey.shards import Nodes, StoreOptions
 from tailrace.views.tags.feed import TagStore, open_store
 from tailrace.views.tags.model import TagRequest, make_tag_request
-from tailrace.views.tags.rows.cassandra import CassandraOptions
+from tailrace.views.tags.settings import CassandraSettings
 from tailrace.views.tags.store import VIEW
 from tests.log import rig
 from tests.log.rig import now_ms
@@ -76,15 +76,13 @@ class Follower(rig.Follower):
 
 @asynccontextmanager
 async def reading(
-    store: StoreOptions, rows: CassandraOptions | None = None, *, clock: Callable[[], int] = now_ms, **tags: Any
+    store: StoreOptions, rows: CassandraSettings | None = None, *, clock: Callable[[], int] = now_ms, **tags: Any
 ) -> AsyncIterator[Reading]:
     """Readers with these settings of tags; 50 ms behind the clock where rows are, unless they say otherwise."""
     given: dict[str, Any] = {"paths": ("tags",), "delay": "50ms", **tags}
-    where: dict[str, Any] = {}
     if rows is not None:
         given["store"] = "cassandra"
-        where = {"hosts": rows.hosts, "port": rows.port, "keyspace": rows.keyspace, "timeout": "30s"}
-    settings = Settings(tags=given, cassandra=where)  # type: ignore[arg-type]
+    settings = Settings(tags=given, cassandra=rows or CassandraSettings())  # type: ignore[arg-type]
     async with AsyncExitStack() as stack:
         nodes = await Nodes(store).open()
         stack.push_async_callback(nodes.close)

@@ -12,10 +12,9 @@ from tailrace.log.event import Partition
 from tailrace.log.segment import bucket_start
 from tailrace.log.timeuuid import make_timeuuid, ms_of
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.tags.model import Tagging
-from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.views.tags.rows.model import StoredRow
 from tailrace.views.tags.rows.store import writer
+from tailrace.views.tags.settings import CassandraSettings, TagsSettings
 from tailrace.views.tags.store import VIEW, raise_floors
 from tailrace.views.tags.write import TagsPlan
 from tests.log.rig import now_ms
@@ -48,9 +47,9 @@ def their_row(tag: str, pid: str, number: int, at: UUID, place: Partition, span_
 class Rows:
     """Writes tagged events as a driver and its tasks do, and rows as somebody else does."""
 
-    def __init__(self, store: StoreOptions, rows: CassandraOptions) -> None:
+    def __init__(self, store: StoreOptions, rows: CassandraSettings) -> None:
         self.options = rows
-        self.writer = Writer(store, ("intake", VIEW), tags=TagsPlan(tagging=Tagging(paths=("tags",)), cassandra=rows))
+        self.writer = Writer(store, ("intake", VIEW), tags=TagsPlan(tags=TagsSettings(paths=("tags",)), cassandra=rows))
         self.ids: list[str] = []
         self._offsets: dict[int, int] = {}
 

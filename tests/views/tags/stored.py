@@ -15,9 +15,10 @@ from tailrace.log.store import LogRegistry
 from tailrace.log.timeuuid import make_timeuuid, ms_of, order
 from tailrace.valkey.marks import NOTHING, advance, conserved, read_counts, read_marks
 from tailrace.valkey.shards import Call, Shards, StoreOptions
-from tailrace.views.tags.model import SourceProgress, Tagging
+from tailrace.views.tags.model import SourceProgress
 from tailrace.views.tags.rows import store as tag_rows
-from tailrace.views.tags.rows.cassandra import CassandraOptions, connected
+from tailrace.views.tags.rows.cassandra import connected
+from tailrace.views.tags.settings import CassandraSettings, TagsSettings, milliseconds
 from tailrace.views.tags.store import VIEW, read_progress
 from tailrace.views.tags.write import TagsPlan, TagsWriter
 from tests.writing import NOON, Record, Writer
@@ -52,12 +53,12 @@ class Stored:
     Args:
         store: Where marks and numbers are.
         rows: Where events rest, if not there too.
-        options: Of ``TagsPlan``.
+        options: Of ``TagsSettings``.
     """
 
-    def __init__(self, store: StoreOptions, rows: CassandraOptions | None = None, **options: Any) -> None:
-        given = {"tagging": Tagging(paths=("tags",)), "cassandra": rows} | options
-        self.store, self.rows, self.options = store, rows, TagsPlan(**given)
+    def __init__(self, store: StoreOptions, rows: CassandraSettings | None = None, **options: Any) -> None:
+        self.store, self.rows = store, rows
+        self.options = TagsPlan(TagsSettings(paths=("tags",), **options), cassandra=rows)
         self.driver = self.begin()
         self.records: list[Record] = []
         self._ends: dict[int, int] = {}
@@ -189,7 +190,7 @@ class Stored:
         for row in sorted(self._rows(), key=lambda row: (order(row[2]), row[3], row[4])):
             tag, bucket, made, pid, number, seq, topic, generation, partition, offset, value, tags, _ = row
             assert (tag, bucket) in listed
-            assert bucket <= ms_of(made) < bucket + self.options.span_ms
+            assert bucket <= ms_of(made) < bucket + milliseconds(self.options.tags.span)
             event = f"{Partition(topic, partition, generation)}:{offset}"
             found.setdefault(tag, []).append(Held(event, pid, seq, number, made, bucket, tuple(tags), value))
         return found

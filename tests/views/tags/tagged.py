@@ -9,8 +9,7 @@ from typing import NamedTuple
 from tailrace.log.event import Partition, home_of, shard_of
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.tags.model import Tagging
-from tailrace.views.tags.rows.cassandra import CassandraOptions
+from tailrace.views.tags.settings import CassandraSettings, TagsSettings
 from tailrace.views.tags.store import VIEW
 from tailrace.views.tags.write import TagsPlan
 from tests.writing import NOON, Record, Writer
@@ -30,8 +29,8 @@ class Sent(NamedTuple):
 class Tagger:
     """Writes tagged events, as a driver and its tasks do."""
 
-    def __init__(self, store: StoreOptions, rows: CassandraOptions | None = None) -> None:
-        options = TagsPlan(tagging=Tagging(paths=("tags",)), cassandra=rows)
+    def __init__(self, store: StoreOptions, rows: CassandraSettings | None = None) -> None:
+        options = TagsPlan(tags=TagsSettings(paths=("tags",)), cassandra=rows)
         self.writer = Writer(store, ("intake", VIEW), tags=options)
         self.sent: list[Sent] = []
         self._offsets: dict[int, int] = {}

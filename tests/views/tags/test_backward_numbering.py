@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.views.tags.rows.rebuild import BackwardNumbering, NumberingEnd, numbering_end
+from tailrace.views.tags.rows.model import BackwardNumbering, NumberingEnd
 
 
 def test_the_last_event_gets_the_number_before_the_first_live_one() -> None:
-    assert numbering_end(7, None) == NumberingEnd(7)
-    assert numbering_end(9, NumberingEnd(6, 50, "a:0")) == NumberingEnd(5, 50, "a:0")
-    assert numbering_end(5, NumberingEnd(7, 50, "a:0")).number == 5, "6 was assigned after this was read"
+    assert NumberingEnd.of(7, None) == NumberingEnd(7)
+    assert NumberingEnd.of(9, NumberingEnd(6, 50, "a:0")) == NumberingEnd(5, 50, "a:0")
+    assert NumberingEnd.of(5, NumberingEnd(7, 50, "a:0")).number == 5, "6 was assigned after this was read"
     numbering = BackwardNumbering({"p": NumberingEnd(1)}, {})
     assert [numbering.give("p", "a:0", ms)[0] for ms in (9, 8, 7)] == [1, 0, -1]
     assert numbering.give("new", "a:0", 6) == (0, 6)

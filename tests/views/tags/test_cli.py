@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.testing.service import ServiceThread, served
+from tailrace.testing.installation import ServiceThread, served
 from tailrace.valkey.shards import StoreOptions
 from tests.command_line import command, on_a_terminal, rows, run, unset_everything
 from tests.views.tags.tagged import Tagger, apart

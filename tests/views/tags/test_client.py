@@ -10,7 +10,7 @@ import pytest
 import tailrace
 from tailrace.api.answers import Control
 from tailrace.errors import BadRequest, QueryError, StreamNotFound, TailraceError, UsageError
-from tailrace.testing.service import ServiceThread, served
+from tailrace.testing.installation import ServiceThread, served
 from tailrace.valkey.shards import StoreOptions
 from tests.views.tags.tagged import Tagger, apart
 

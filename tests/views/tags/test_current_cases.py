@@ -20,7 +20,7 @@ from tailrace.log.request import AnyFrame
 from tailrace.log.timeuuid import ms_of, order
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.rows import feed as tag_rows_feed
-from tailrace.views.tags.rows.cassandra import CassandraOptions
+from tailrace.views.tags.settings import CassandraSettings
 from tests.log.rig import controls, now_ms
 from tests.views.tags.cases import DAY, HOUR, SECOND, World, in_turn, run, shown, timeuuids
 from tests.views.tags.reading import events, names
@@ -255,7 +255,7 @@ async def test_C_11_a_gap_holds_its_own_source_back_until_it_is_filled(theirs: W
 
 
 async def test_C_11_of_our_own_rows_none_is_seen_before_all_below_it_are_written(
-    store: StoreOptions, rows_store: CassandraOptions, theirs: World
+    store: StoreOptions, rows_store: CassandraSettings, theirs: World
 ) -> None:
     """A task died between the rows of its batch: no gap is seen, and nothing has to be waited for."""
     theirs.write("p1", "green", count=2)

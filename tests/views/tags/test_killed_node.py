@@ -11,8 +11,8 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
+from datetime import timedelta
 
-import msgspec
 import pytest
 
 from tailrace.embedded.cassandra import EmbeddedCassandra
@@ -20,8 +20,9 @@ from tailrace.errors import StoreUnavailable
 from tailrace.testing.fixtures import unique_name
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.rows import cassandra as schema
-from tailrace.views.tags.rows.cassandra import CassandraConnection, CassandraOptions, disconnect
+from tailrace.views.tags.rows.cassandra import CassandraConnection, disconnect
 from tailrace.views.tags.rows.store import RowReader, RowWriter
+from tailrace.views.tags.settings import CassandraSettings
 from tests.views.tags.reading import Follower, reading
 from tests.views.tags.rows import Rows
 from tests.views.tags.stored import Stored
@@ -47,7 +48,7 @@ def persist(task: Writer, records: Sequence[Record]) -> None:
 
 
 def test_W_24_a_write_that_fails_is_repeated_until_the_killed_node_is_back_and_nothing_is_lost_or_doubled(
-    store: StoreOptions, own_rows_store: CassandraOptions, own_cassandra: EmbeddedCassandra
+    store: StoreOptions, own_rows_store: CassandraSettings, own_cassandra: EmbeddedCassandra
 ) -> None:
     stored = Stored(store, own_rows_store, batch=10)
     stored.driver.write(stored.events("p1", "red", 50))
@@ -69,9 +70,9 @@ def test_W_24_a_write_that_fails_is_repeated_until_the_killed_node_is_back_and_n
 
 
 def test_W_24_a_write_that_was_given_up_and_comes_through_later_changes_nothing(
-    store: StoreOptions, own_rows_store: CassandraOptions, own_cassandra: EmbeddedCassandra
+    store: StoreOptions, own_rows_store: CassandraSettings, own_cassandra: EmbeddedCassandra
 ) -> None:
-    impatient = msgspec.structs.replace(own_rows_store, timeout_s=1.5)
+    impatient = own_rows_store.model_copy(update={"timeout": timedelta(seconds=1.5)})
     stored = Stored(store, impatient, batch=5)
     stored.driver.write(stored.events("p1", "red", 5))
     batch = stored.events("p1", "red", 20)
@@ -89,7 +90,7 @@ def test_W_24_a_write_that_was_given_up_and_comes_through_later_changes_nothing(
 
 
 async def test_a_feed_outlives_its_store_and_loses_and_repeats_nothing(
-    store: StoreOptions, own_rows_store: CassandraOptions, own_cassandra: EmbeddedCassandra
+    store: StoreOptions, own_rows_store: CassandraSettings, own_cassandra: EmbeddedCassandra
 ) -> None:
     rows = Rows(store, own_rows_store)
     async with reading(store, own_rows_store) as read:
@@ -108,7 +109,7 @@ async def test_a_feed_outlives_its_store_and_loses_and_repeats_nothing(
 async def test_reader_and_writer_go_on_after_the_node_was_killed(own_cassandra: EmbeddedCassandra) -> None:
     node = own_cassandra
     try:
-        options = CassandraOptions(port=node.port, keyspace=unique_name(), timeout_s=10.0)
+        options = CassandraSettings(port=node.port, keyspace=unique_name(), timeout=timedelta(seconds=10))
         with pytest.raises(StoreUnavailable, match="no pipeline has prepared cassandra yet"):
             await RowReader(options).open()
         schema.prepare(options)

@@ -17,11 +17,10 @@ from pydantic import ValidationError
 from tailrace.log.event import Partition, iso_time
 from tailrace.log.segment import bucket_start
 from tailrace.log.timeuuid import last_of, make_timeuuid, ms_of
-from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.views.tags.rows.model import BEGIN, TagPosition
 from tailrace.views.tags.rows.reading import Reading, ReadSettings
 from tailrace.views.tags.rows.store import RowReader
-from tailrace.views.tags.settings import TagsSettings
+from tailrace.views.tags.settings import CassandraSettings, TagsSettings
 from tests.log.rig import now_ms
 from tests.views.tags.cases import HOUR, MINUTE, SECOND, World, in_turn, run
 from tests.views.tags.reading import events
@@ -272,7 +271,7 @@ async def test_S_02_the_lowest_number_after_the_start_is_expected_of_each_source
 
 
 async def test_S_03_what_is_scanned_is_after_the_start_and_up_to_the_end(
-    theirs: World, rows_store: CassandraOptions
+    theirs: World, rows_store: CassandraSettings
 ) -> None:
     at = now_ms() - SECOND
     put: list[tuple[str, int, int | UUID]] = [("p1", n, at + n) for n in range(1, 9)]
@@ -288,7 +287,7 @@ async def test_S_03_what_is_scanned_is_after_the_start_and_up_to_the_end(
     assert highest == {"p1": 6, "p2": 1}
 
 
-async def test_S_04_every_bucket_from_the_start_is_read(theirs: World, rows_store: CassandraOptions) -> None:
+async def test_S_04_every_bucket_from_the_start_is_read(theirs: World, rows_store: CassandraSettings) -> None:
     theirs.bucket = "minute"
     at = now_ms()
     theirs.put("green", *[("p1", 5 + n, at - (3 - n) * MINUTE) for n in range(3)], ("p2", 9, at - 2 * MINUTE))

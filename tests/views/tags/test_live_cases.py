@@ -19,13 +19,14 @@ import tailrace
 from tailrace.errors import UsageError
 from tailrace.log import feed as log
 from tailrace.log.event import iso_time
-from tailrace.testing.service import served
+from tailrace.testing.installation import served
 from tailrace.valkey.marks import read_marks
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.rows import cassandra as schema
 from tailrace.views.tags.rows import feed as tag_rows_feed
-from tailrace.views.tags.rows.cassandra import CassandraConnection, CassandraOptions
+from tailrace.views.tags.rows.cassandra import CassandraConnection
 from tailrace.views.tags.rows.feed import CassandraTags
+from tailrace.views.tags.settings import CassandraSettings
 from tailrace.views.tags.store import VIEW, LevelReader, Levels
 from tests.log.rig import controls, now_ms
 from tests.views.tags.cases import DAY, HOUR, MINUTE, SECOND, World, in_turn, run
@@ -173,7 +174,7 @@ async def test_L_10_a_notification_wakes_a_reader_long_before_the_refresh(world:
 
 
 async def test_L_10_without_notifications_the_refresh_finds_what_is_written(
-    store: StoreOptions, rows_store: CassandraOptions
+    store: StoreOptions, rows_store: CassandraSettings
 ) -> None:
     world = World(store, rows_store)
     async with world.reading(notify=False, refresh="200ms", back_track="off", long_back_track="off") as read:
@@ -194,7 +195,7 @@ class CountedFloors(LevelReader):
 
 
 async def test_L_11_notifications_of_one_interval_are_folded_into_one_look(
-    store: StoreOptions, rows_store: CassandraOptions
+    store: StoreOptions, rows_store: CassandraSettings
 ) -> None:
     world = World(store, rows_store)
     delay_ms = 2_000
@@ -237,7 +238,7 @@ async def test_L_12_what_a_query_leaves_out_disturbs_no_numbers(world: World) ->
         assert await read.current("green", after=cursor) == ["a:5"]
 
 
-def test_L_13_the_table_of_tags_keeps_rows_as_long_as_is_said(rows_store: CassandraOptions) -> None:
+def test_L_13_the_table_of_tags_keeps_rows_as_long_as_is_said(rows_store: CassandraSettings) -> None:
     for keep in (timedelta(days=3, seconds=7), None, timedelta(hours=1)):
         schema.prepare(rows_store, keep)
         connection = CassandraConnection(rows_store).open()

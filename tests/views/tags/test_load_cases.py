@@ -27,7 +27,8 @@ from tailrace.log.event import Partition
 from tailrace.log.request import AnyFeed, EventFrame
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.tags.rows.cassandra import CassandraOptions, disconnect
+from tailrace.views.tags.rows.cassandra import disconnect
+from tailrace.views.tags.settings import CassandraSettings
 from tailrace.views.tags.store import VIEW, raise_floors
 from tailrace.views.tags.write import TagsPlan
 from tests.views.tags.reading import Reading, reading
@@ -162,13 +163,13 @@ async def run(plan: Plan, shares: Sequence[Share], readers: Sequence[Reader]) ->
 
 
 @pytest.fixture(params=["valkey", "cassandra"])
-def in_rows(request: pytest.FixtureRequest) -> CassandraOptions | None:
+def in_rows(request: pytest.FixtureRequest) -> CassandraSettings | None:
     """Options of Cassandra; None if events rest in Valkey."""
     return request.getfixturevalue("rows_store") if request.param == "cassandra" else None
 
 
 async def test_P_01_twenty_readers_of_one_tag_see_all_that_ten_writers_write(
-    store: StoreOptions, in_rows: CassandraOptions | None
+    store: StoreOptions, in_rows: CassandraSettings | None
 ) -> None:
     stored = Stored(store, in_rows, batch=25)
     shares = [Share(p, (f"p{p}",), 200, ("red",)) for p in range(10)]
@@ -178,9 +179,9 @@ async def test_P_01_twenty_readers_of_one_tag_see_all_that_ten_writers_write(
 
 
 async def test_P_02_fifty_sources_in_three_tags_are_complete_and_in_order_for_twenty_readers(
-    store: StoreOptions, in_rows: CassandraOptions | None
+    store: StoreOptions, in_rows: CassandraSettings | None
 ) -> None:
-    stored = Stored(store, in_rows, batch=25, span_ms=MINUTE)
+    stored = Stored(store, in_rows, batch=25, bucket="minute")
     tags = tuple(apart(store, 3))
     shares = [Share(p, tuple(f"p{p}-{i}" for i in range(5)), 100, tags, pause_s=0.1) for p in range(10)]
     async with reading(store, in_rows, bucket="minute") as feeds:
@@ -199,7 +200,7 @@ def write_node(plan: Plan, shares: Sequence[Share]) -> None:
         write(plan, share)
 
 
-def read_node(store: StoreOptions, in_rows: CassandraOptions | None, tag: str, wanted: Sequence[str]) -> int:
+def read_node(store: StoreOptions, in_rows: CassandraSettings | None, tag: str, wanted: Sequence[str]) -> int:
     """A process with ten readers; returns how many had everything."""
 
     async def read() -> int:
@@ -214,9 +215,9 @@ def read_node(store: StoreOptions, in_rows: CassandraOptions | None, tag: str, w
 
 
 def test_P_03_readers_in_two_processes_see_all_that_two_others_write(
-    store: StoreOptions, in_rows: CassandraOptions | None
+    store: StoreOptions, in_rows: CassandraSettings | None
 ) -> None:
-    stored = Stored(store, in_rows, span_ms=MINUTE)
+    stored = Stored(store, in_rows, bucket="minute")
     shares = [Share(p, (f"p{p}",), 40, ("red",), pause_s=0.05) for p in range(20)]
     wanted = sorted(event for share in shares for event in share.ids)
     with ProcessPoolExecutor(4, multiprocessing.get_context("spawn")) as nodes:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tailrace.views.tags.model import SourceProgress, TaggedEvent, Tagger, Tagging, timeuuid_ms
+from tailrace.config.values import Where
+from tailrace.views.tags.model import SourceProgress, TaggedEvent, Tagger, timeuuid_ms
+from tailrace.views.tags.settings import TagRules, TagsSettings
 
 PLACE = "carts:0"
 
@@ -24,30 +26,30 @@ PLACE = "carts:0"
     ],
 )
 def test_tags_are_a_text_or_a_list_of_texts_at_the_paths(value: bytes, tags: tuple[str, ...] | None) -> None:
-    found = Tagger(Tagging(paths=("tags", "more.tags"))).read(b"cart-1", value, 7)
+    found = Tagger(TagsSettings(paths=("tags", "more.tags"))).read(b"cart-1", value, 7)
     assert found == ("no-tag" if tags is None else TaggedEvent("cart-1", 7, tags, 0))
 
 
 def test_what_is_no_tag_among_tags_is_ignored_and_counted() -> None:
     value = b'{"tags":["red",1,null,"","%b",["x"]]}' % (b"x" * 513)
-    assert Tagger(Tagging(paths=("tags",))).read(b"c", value, 0) == TaggedEvent("c", 0, ("red",), 5)
+    assert Tagger(TagsSettings(paths=("tags",))).read(b"c", value, 0) == TaggedEvent("c", 0, ("red",), 5)
 
 
 def test_a_rule_gives_a_tag_to_what_its_query_matches() -> None:
-    tagger = Tagger(Tagging(paths=("tags",), rules={"big": {"total": {"$gt": 100}}}))
+    tagger = Tagger(TagsSettings(paths=("tags",), rules=TagRules({"big": Where({"total": {"$gt": 100}})})))
     assert tagger.read(b"c", b'{"total":101,"tags":["eu"]}', 0) == TaggedEvent("c", 0, ("eu", "big"), 0)
     assert tagger.read(b"c", b'{"total":101}', 0) == TaggedEvent("c", 0, ("big",), 0)
     assert tagger.read(b"c", b'{"total":99}', 0) == "no-tag"
 
 
 def test_source_and_number_come_from_paths_if_they_are_given() -> None:
-    tagger = Tagger(Tagging(source=("shop", "cart.id"), sequence="cart.n", paths=("tags",)))
+    tagger = Tagger(TagsSettings(source=("shop", "cart.id"), sequence="cart.n", paths=("tags",)))
     assert tagger.read(None, b'{"shop":"a/b","cart":{"id":4,"n":12},"tags":"x"}', 3) == TaggedEvent(
         "a%2Fb/=4", 12, ("x",), 0
     )
     assert tagger.read(None, b'{"shop":"a","cart":{"n":12},"tags":"x"}', 3) == "no-source"
     assert tagger.read(None, b'{"shop":"a","cart":{"id":4,"n":"12"},"tags":"x"}', 3) == "no-sequence"
-    assert Tagger(Tagging(paths=("tags",))).read(None, b'{"tags":"x"}', 3) == "no-source"
+    assert Tagger(TagsSettings(paths=("tags",))).read(None, b'{"tags":"x"}', 3) == "no-source"
 
 
 def test_how_far_a_source_has_come_reads_back() -> None:

@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from tailrace.log.event import iso_time
-from tailrace.testing.service import ServiceThread
+from tailrace.testing.installation import ServiceThread
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.tags.rows.cassandra import CassandraOptions
+from tailrace.views.tags.settings import CassandraSettings
 from tests.http.parts import Serve, problem
 from tests.views.tags.tagged import Tagger, apart
 from tests.writing import NOON
@@ -201,7 +201,7 @@ def test_a_reader_that_lags_near_the_end_of_what_is_kept_is_warned_of(serve: Ser
 
 
 def test_all_of_it_is_the_same_where_events_rest_in_cassandra(
-    serve: Serve, store: StoreOptions, rows_store: CassandraOptions
+    serve: Serve, store: StoreOptions, rows_store: CassandraSettings
 ) -> None:
     first, second = apart(store)
     tagger = Tagger(store, rows_store)

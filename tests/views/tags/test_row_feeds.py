@@ -14,21 +14,21 @@ from tailrace.errors import BadRequest, CursorError, RowsMissing, StreamNotFound
 from tailrace.log.request import ControlFrame
 from tailrace.log.timeuuid import order
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.tags.rows.cassandra import CassandraOptions
+from tailrace.views.tags.settings import CassandraSettings
 from tests.log.rig import controls, now_ms
 from tests.views.tags.reading import Follower, events, names, reading, request_of
 from tests.views.tags.rows import HOUR, Rows
 
 
 @pytest.fixture
-def rows(store: StoreOptions, rows_store: CassandraOptions) -> Iterator[Rows]:
+def rows(store: StoreOptions, rows_store: CassandraSettings) -> Iterator[Rows]:
     made = Rows(store, rows_store)
     yield made
     made.close()
 
 
 async def test_a_current_feed_gives_what_there_is_with_all_that_is_known_of_it_and_ends(
-    store: StoreOptions, rows_store: CassandraOptions, rows: Rows
+    store: StoreOptions, rows_store: CassandraSettings, rows: Rows
 ) -> None:
     rows.write("a", ["green"], 2)
     rows.write("b", ["green", "black"])
@@ -46,7 +46,7 @@ async def test_a_current_feed_gives_what_there_is_with_all_that_is_known_of_it_a
 
 
 async def test_a_live_feed_is_woken_by_what_is_written_and_needs_no_refresh(
-    store: StoreOptions, rows_store: CassandraOptions, rows: Rows
+    store: StoreOptions, rows_store: CassandraSettings, rows: Rows
 ) -> None:
     async with reading(store, rows_store, refresh="10m", back_track="off", long_back_track="off") as read:
         follower = Follower(await read.open("green", start="start"))
@@ -57,7 +57,7 @@ async def test_a_live_feed_is_woken_by_what_is_written_and_needs_no_refresh(
 
 
 async def test_c_08_what_was_just_written_comes_after_the_delay_and_then_the_feed_ends(
-    store: StoreOptions, rows_store: CassandraOptions, rows: Rows
+    store: StoreOptions, rows_store: CassandraSettings, rows: Rows
 ) -> None:
     rows.write("a", ["green"], 3)
     async with reading(store, rows_store, delay="1s") as read:
@@ -68,7 +68,7 @@ async def test_c_08_what_was_just_written_comes_after_the_delay_and_then_the_fee
 
 @pytest.mark.parametrize("late_ms", [1, 900, 6_000, HOUR, 3 * HOUR])
 async def test_rows_that_are_written_late_come_once_and_so_they_do_from_every_cursor(
-    store: StoreOptions, rows_store: CassandraOptions, rows: Rows, late_ms: int
+    store: StoreOptions, rows_store: CassandraSettings, rows: Rows, late_ms: int
 ) -> None:
     """A partition lags: what it has lies behind everybody, up to three buckets."""
     rows.write("slow", ["green"], partition=1, age_ms=late_ms + 5_000)
@@ -95,7 +95,7 @@ async def test_rows_that_are_written_late_come_once_and_so_they_do_from_every_cu
 
 
 async def test_a_feed_may_be_cut_off_and_resumed_at_any_time_while_late_rows_arrive(
-    store: StoreOptions, rows_store: CassandraOptions, rows: Rows
+    store: StoreOptions, rows_store: CassandraSettings, rows: Rows
 ) -> None:
     got: list[str] = []
     written = 0
@@ -122,7 +122,7 @@ async def test_a_feed_may_be_cut_off_and_resumed_at_any_time_while_late_rows_arr
 
 
 async def test_a_partition_that_is_new_is_read_from_where_it_begins(
-    store: StoreOptions, rows_store: CassandraOptions, rows: Rows
+    store: StoreOptions, rows_store: CassandraSettings, rows: Rows
 ) -> None:
     async with reading(store, rows_store) as read:
         follower = Follower(await read.open("green", start="start"))
@@ -140,7 +140,7 @@ async def test_a_partition_that_is_new_is_read_from_where_it_begins(
 
 
 async def test_a_feed_begins_at_the_end_at_a_time_or_with_the_last_events(
-    store: StoreOptions, rows_store: CassandraOptions, rows: Rows
+    store: StoreOptions, rows_store: CassandraSettings, rows: Rows
 ) -> None:
     rows.write("a", ["green"], 5, age_ms=2 * HOUR)
     rows.write("b", ["green"], 5, partition=1)
@@ -160,7 +160,7 @@ async def test_a_feed_begins_at_the_end_at_a_time_or_with_the_last_events(
 
 
 async def test_late_rows_of_what_was_not_written_yet_follow_the_end_and_the_last_events(
-    store: StoreOptions, rows_store: CassandraOptions, rows: Rows
+    store: StoreOptions, rows_store: CassandraSettings, rows: Rows
 ) -> None:
     rows.write("slow", ["green"], partition=1, age_ms=HOUR)
     rows.write("fast", ["green"], 4)
@@ -178,7 +178,7 @@ async def test_late_rows_of_what_was_not_written_yet_follow_the_end_and_the_last
 
 
 async def test_a_limit_counts_over_reconnects_and_an_ended_request_stays_ended(
-    store: StoreOptions, rows_store: CassandraOptions, rows: Rows
+    store: StoreOptions, rows_store: CassandraSettings, rows: Rows
 ) -> None:
     rows.write("a", ["green"], 5)
     rows.lift()
@@ -191,7 +191,7 @@ async def test_a_limit_counts_over_reconnects_and_an_ended_request_stays_ended(
         assert request_of("green", own_cursors=True, last_event_id=frames[-1].cursor) is None
 
 
-async def test_what_cannot_be_opened_is_refused(store: StoreOptions, rows_store: CassandraOptions, rows: Rows) -> None:
+async def test_what_cannot_be_opened_is_refused(store: StoreOptions, rows_store: CassandraSettings, rows: Rows) -> None:
     rows.write("a", ["green"])
     async with reading(store, rows_store) as read:
         with pytest.raises(StreamNotFound):
@@ -205,7 +205,7 @@ async def test_what_cannot_be_opened_is_refused(store: StoreOptions, rows_store:
 
 
 async def test_a_cursor_is_at_the_end_when_nothing_comes_after_it(
-    store: StoreOptions, rows_store: CassandraOptions, rows: Rows
+    store: StoreOptions, rows_store: CassandraSettings, rows: Rows
 ) -> None:
     rows.write("a", ["green"], 2)
     async with reading(store, rows_store) as read:
@@ -218,7 +218,7 @@ async def test_a_cursor_is_at_the_end_when_nothing_comes_after_it(
 
 
 async def test_an_event_of_several_tags_comes_once_and_of_all_of_them_only_if_it_has_them(
-    store: StoreOptions, rows_store: CassandraOptions, rows: Rows
+    store: StoreOptions, rows_store: CassandraSettings, rows: Rows
 ) -> None:
     for tags in (["a"], ["b"], ["a", "b"], ["c"], ["b", "c"], ["a", "b", "c"]):
         rows.write("p", tags)
@@ -240,7 +240,7 @@ async def test_an_event_of_several_tags_comes_once_and_of_all_of_them_only_if_it
 
 
 async def test_c_11_a_gap_holds_its_own_source_until_the_missing_row_is_there(
-    store: StoreOptions, rows_store: CassandraOptions, rows: Rows
+    store: StoreOptions, rows_store: CassandraSettings, rows: Rows
 ) -> None:
     now = now_ms() - 5_000
     rows.put("green", ("p1", 1, now), ("p1", 2, now + 1), ("p1", 4, now + 4), ("p2", 1, now + 5))
@@ -256,7 +256,7 @@ async def test_c_11_a_gap_holds_its_own_source_until_the_missing_row_is_there(
 
 
 async def test_c_12_a_gap_that_is_not_filled_in_time_fails_with_what_is_missing_or_is_passed_over(
-    store: StoreOptions, rows_store: CassandraOptions, rows: Rows
+    store: StoreOptions, rows_store: CassandraSettings, rows: Rows
 ) -> None:
     now = now_ms() - 5_000
     rows.put("green", ("p1", 1, now), ("p1", 4, now + 4), ("p2", 1, now + 5))
@@ -275,7 +275,7 @@ async def test_c_12_a_gap_that_is_not_filled_in_time_fails_with_what_is_missing_
 
 
 async def test_c_13_a_missing_row_is_found_as_many_buckets_back_as_it_lies(
-    store: StoreOptions, rows_store: CassandraOptions, rows: Rows
+    store: StoreOptions, rows_store: CassandraSettings, rows: Rows
 ) -> None:
     now = now_ms() - 5_000
     rows.put("green", ("p1", 1, now - 5 * HOUR), ("p1", 4, now))
@@ -288,7 +288,7 @@ async def test_c_13_a_missing_row_is_found_as_many_buckets_back_as_it_lies(
 
 
 async def test_b_08_late_rows_of_sources_that_nobody_knows_are_found_by_looking_back(
-    store: StoreOptions, rows_store: CassandraOptions, rows: Rows
+    store: StoreOptions, rows_store: CassandraSettings, rows: Rows
 ) -> None:
     now = now_ms() - 5_000
     rows.put("green", ("a", 1, now))
@@ -301,7 +301,7 @@ async def test_b_08_late_rows_of_sources_that_nobody_knows_are_found_by_looking_
 
 
 async def test_g_06_a_source_first_seen_in_the_middle_is_delivered_after_a_short_search(
-    store: StoreOptions, rows_store: CassandraOptions, rows: Rows
+    store: StoreOptions, rows_store: CassandraSettings, rows: Rows
 ) -> None:
     start = now_ms()
     async with reading(store, rows_store, refresh="10m", back_track="50ms") as read:
@@ -313,7 +313,7 @@ async def test_g_06_a_source_first_seen_in_the_middle_is_delivered_after_a_short
 
 
 async def test_the_delay_follows_the_places_when_it_is_measured(
-    store: StoreOptions, rows_store: CassandraOptions, rows: Rows
+    store: StoreOptions, rows_store: CassandraSettings, rows: Rows
 ) -> None:
     async with reading(store, rows_store, delay="auto", refresh="10m") as read:
         follower = Follower(await read.open("green", start="start"))

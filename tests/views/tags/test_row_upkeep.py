@@ -17,10 +17,9 @@ from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import BadRequest
 from tailrace.log.timeuuid import make_timeuuid, ms_of, order
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.views.tags.rows.model import StoredRow
 from tailrace.views.tags.rows.upkeep import STEPS
-from tailrace.views.tags.settings import TagRules
+from tailrace.views.tags.settings import CassandraSettings, TagRules
 from tests.meanwhile import meanwhile
 from tests.upkeep.past import HOUR, MINUTE, RowPast
 from tests.writing import NOON
@@ -29,7 +28,7 @@ Make = Callable[..., RowPast]
 
 
 @pytest.fixture
-def past(kafka: EmbeddedKafka, store: StoreOptions, rows_store: CassandraOptions, spark: Any) -> Make:
+def past(kafka: EmbeddedKafka, store: StoreOptions, rows_store: CassandraSettings, spark: Any) -> Make:
     """Makes a topic and the rows of its tags; they are at the path ``tags``."""
 
     def make(partitions: int = 2, **flags: object) -> RowPast:

@@ -15,22 +15,21 @@ from tailrace.log.event import Partition
 from tailrace.log.timeuuid import first_of, last_of, order
 from tailrace.valkey.marks import conserved, read_counts, read_marks, read_times
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.tags.model import Tagging
-from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.views.tags.rows.model import StoredRow
 from tailrace.views.tags.rows.store import RowReader
+from tailrace.views.tags.settings import CassandraSettings, TagsSettings
 from tailrace.views.tags.store import raise_floors
 from tailrace.views.tags.write import TagsPlan, TagsWriter
 from tests.examples import examples
 from tests.views.tags.test_write import HOUR, VIEWS, tagged
 from tests.writing import NOON, Record, Writer, batch
 
-TAGGING = Tagging(paths=("tags",))
+TAGGING = TagsSettings(paths=("tags",))
 
 _fresh = count()
 
 
-async def read_rows(options: CassandraOptions) -> dict[str, list[StoredRow]]:
+async def read_rows(options: CassandraSettings) -> dict[str, list[StoredRow]]:
     reader = await RowReader(options).open()
     try:
         found: dict[str, list[StoredRow]] = {}
@@ -88,13 +87,13 @@ def _history(chance: random.Random, n: int, prefix: str) -> list[Record]:
 @examples(12)
 @given(seed=st.integers(0, 1 << 32))
 async def test_tasks_that_die_between_rows_and_mark_leave_the_rows_of_a_run_without_them(
-    store: StoreOptions, rows_store: CassandraOptions, seed: int
+    store: StoreOptions, rows_store: CassandraSettings, seed: int
 ) -> None:
     chance = random.Random(seed)
     prefix = f"r{next(_fresh)}"
     store = msgspec.structs.replace(store, prefix=f"{store.prefix}{prefix}")
     records = _history(chance, 40, prefix)
-    options = TagsPlan(tagging=TAGGING, cassandra=rows_store, batch=chance.choice((1, 3, 150)))
+    options = TagsPlan(TAGGING.model_copy(update={"batch": chance.choice((1, 3, 150))}), cassandra=rows_store)
     writer = Writer(store, VIEWS, tags=options, window_runs=chance.choice((1, 500)))
     by_partition = [[r for r in records if r.partition == p] for p in range(3)]
     done = [0, 0, 0]
@@ -120,9 +119,9 @@ async def test_tasks_that_die_between_rows_and_mark_leave_the_rows_of_a_run_with
 
 
 async def test_tasks_that_number_one_source_at_once_leave_no_row_with_a_number_that_another_has(
-    store: StoreOptions, rows_store: CassandraOptions
+    store: StoreOptions, rows_store: CassandraSettings
 ) -> None:
-    writer = Writer(store, VIEWS, tags=TagsPlan(tagging=TAGGING, cassandra=rows_store))
+    writer = Writer(store, VIEWS, tags=TagsPlan(tags=TAGGING, cassandra=rows_store))
     records = [tagged(i, f"cart-{i % 2}", "red", partition=p) for p in range(4) for i in range(40)]
 
     def run(partition: int) -> None:
@@ -136,9 +135,9 @@ async def test_tasks_that_number_one_source_at_once_leave_no_row_with_a_number_t
 
 
 async def test_a_new_partition_has_a_floor_before_its_first_row(
-    store: StoreOptions, rows_store: CassandraOptions
+    store: StoreOptions, rows_store: CassandraSettings
 ) -> None:
-    options = TagsPlan(tagging=TAGGING, cassandra=rows_store)
+    options = TagsPlan(tags=TAGGING, cassandra=rows_store)
     writer = Writer(store, VIEWS, tags=options)
     writer.write([tagged(0, "cart-1", "red", time=NOON)])
     raise_floors(writer.shards, writer.epoch, {Partition("carts", 0): NOON + HOUR})

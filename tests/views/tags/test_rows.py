@@ -18,9 +18,10 @@ from tailrace.log.event import Partition
 from tailrace.log.segment import bucket_start
 from tailrace.log.timeuuid import first_of, last_of, make_timeuuid, ms_of, order
 from tailrace.views.tags.rows import cassandra as schema
-from tailrace.views.tags.rows.cassandra import CassandraConnection, CassandraOptions
+from tailrace.views.tags.rows.cassandra import CassandraConnection
 from tailrace.views.tags.rows.model import RowKey, StoredRow
 from tailrace.views.tags.rows.store import Bucket, RowReader, overlapping, writer
+from tailrace.views.tags.settings import CassandraSettings
 
 MINUTE, HOUR, DAY = 60_000, 3_600_000, 86_400_000
 NOON = 1_700_049_600_000
@@ -67,13 +68,13 @@ async def all_of(pages: AsyncIterator[list[T]]) -> list[T]:
 
 
 @pytest.fixture
-async def reader(rows_store: CassandraOptions) -> AsyncIterator[RowReader]:
+async def reader(rows_store: CassandraSettings) -> AsyncIterator[RowReader]:
     opened = await RowReader(rows_store).open()
     yield opened
     await opened.close()
 
 
-async def test_a_row_is_read_as_it_was_written(rows_store: CassandraOptions, reader: RowReader) -> None:
+async def test_a_row_is_read_as_it_was_written(rows_store: CassandraSettings, reader: RowReader) -> None:
     rows = [
         row(NOON, 1, key=None, value=b"\x00\xff" * 10, headers=[("a", b"1"), ("a", None), ("ü", b"")]),
         row(NOON + 1, 2, value=None, source="ünï ✓", tags=("green",)),
@@ -90,7 +91,7 @@ async def test_a_row_is_read_as_it_was_written(rows_store: CassandraOptions, rea
 
 
 async def test_a_range_leaves_its_beginning_out_and_has_its_end(
-    reader: RowReader, rows_store: CassandraOptions
+    reader: RowReader, rows_store: CassandraSettings
 ) -> None:
     rows = [row(NOON + i * 20 * MINUTE, i) for i in range(9)]
     writer(rows_store).write(rows)
@@ -101,7 +102,7 @@ async def test_a_range_leaves_its_beginning_out_and_has_its_end(
     assert await all_of(reader.rows("green", rows[5].timeuuid, rows[2].timeuuid)) == []
 
 
-async def test_timeuuids_order_as_they_do_in_cassandra(reader: RowReader, rows_store: CassandraOptions) -> None:
+async def test_timeuuids_order_as_they_do_in_cassandra(reader: RowReader, rows_store: CassandraSettings) -> None:
     chance = random.Random(7)
     places = [Partition(f"t{i}", i, i % 3) for i in range(5)]
     made = {
@@ -120,7 +121,7 @@ async def test_timeuuids_order_as_they_do_in_cassandra(reader: RowReader, rows_s
 
 
 async def test_a_batch_of_150_rows_of_8_kib_goes_through_and_comes_back(
-    reader: RowReader, rows_store: CassandraOptions
+    reader: RowReader, rows_store: CassandraSettings
 ) -> None:
     chance = random.Random(1)
     rows = [row(NOON + i, i, value=chance.randbytes(8 * 1024)) for i in range(150)]
@@ -129,7 +130,7 @@ async def test_a_batch_of_150_rows_of_8_kib_goes_through_and_comes_back(
 
 
 async def test_a_row_as_large_as_the_largest_record_goes_through(
-    reader: RowReader, rows_store: CassandraOptions
+    reader: RowReader, rows_store: CassandraSettings
 ) -> None:
     large = row(NOON, 1, value=random.Random(1).randbytes(15 << 20))
     writer(rows_store).write([large])
@@ -137,7 +138,7 @@ async def test_a_row_as_large_as_the_largest_record_goes_through(
 
 
 async def test_to_write_again_is_to_have_written_once_and_leaves_no_tombstones(
-    reader: RowReader, rows_store: CassandraOptions
+    reader: RowReader, rows_store: CassandraSettings
 ) -> None:
     rows = [row(NOON + i, i, key=None, value=None if i % 2 else b"x", tags=()) for i in range(300)]
     for size in (7, 150, 1):
@@ -157,7 +158,7 @@ async def test_to_write_again_is_to_have_written_once_and_leaves_no_tombstones(
 
 
 async def test_rows_that_were_taken_back_are_gone_and_the_others_stay(
-    reader: RowReader, rows_store: CassandraOptions
+    reader: RowReader, rows_store: CassandraSettings
 ) -> None:
     wrong = [row(NOON + i * MINUTE, i) for i in range(120)]
     right = [row(NOON + i * MINUTE, i, tag_seq=1_000 + i) for i in range(120)]
@@ -169,7 +170,7 @@ async def test_rows_that_were_taken_back_are_gone_and_the_others_stay(
 
 
 @pytest.mark.parametrize("page", [1, 2, 3, 5, 7, 50, 100, 499, 500])
-async def test_every_page_size_gives_the_same_rows(page: int, reader: RowReader, rows_store: CassandraOptions) -> None:
+async def test_every_page_size_gives_the_same_rows(page: int, reader: RowReader, rows_store: CassandraSettings) -> None:
     rows = [row(NOON + i * 3 * MINUTE, i) for i in range(100)]
     same = [row(NOON + HOUR, 20, source=f"p{i}", tag_seq=1) for i in range(10)]
     writer(rows_store).write(rows + same)
@@ -182,7 +183,7 @@ async def test_every_page_size_gives_the_same_rows(page: int, reader: RowReader,
     assert await all_of(reader.rows_down("green", ALL[1])) == wanted[::-1]
 
 
-async def test_buckets_whose_length_was_changed_are_merged(reader: RowReader, rows_store: CassandraOptions) -> None:
+async def test_buckets_whose_length_was_changed_are_merged(reader: RowReader, rows_store: CassandraSettings) -> None:
     chance = random.Random(3)
     rows = []
     for offset in range(600):
@@ -226,7 +227,7 @@ def test_groups_of_buckets_do_not_overlap() -> None:
 
 
 async def test_years_of_buckets_are_read_in_order_and_only_those_that_have_rows(
-    reader: RowReader, rows_store: CassandraOptions
+    reader: RowReader, rows_store: CassandraSettings
 ) -> None:
     rows = [row(NOON - i * 31 * HOUR, i, tag=tag) for i in range(1_500) for tag in ("green", "blue")]
     writer(rows_store).write(rows)
@@ -240,7 +241,7 @@ async def test_years_of_buckets_are_read_in_order_and_only_those_that_have_rows(
 
 
 async def test_whoever_stops_early_or_reads_at_once_with_others_gets_what_is_his(
-    reader: RowReader, rows_store: CassandraOptions
+    reader: RowReader, rows_store: CassandraSettings
 ) -> None:
     rows = [row(NOON + i * 100, i, tag=f"tag{i % 4}") for i in range(4_000)]
     writer(rows_store).write(rows)
@@ -262,7 +263,7 @@ async def test_whoever_stops_early_or_reads_at_once_with_others_gets_what_is_his
         assert len(found) >= min(30 * i, 1_000)
 
 
-def options_of_table(options: CassandraOptions, table: str) -> tuple[int, dict[str, str]]:
+def options_of_table(options: CassandraSettings, table: str) -> tuple[int, dict[str, str]]:
     connection = CassandraConnection(options).open()
     text = (
         "SELECT default_time_to_live, compaction FROM system_schema.tables WHERE keyspace_name = %s AND table_name = %s"
@@ -272,7 +273,7 @@ def options_of_table(options: CassandraOptions, table: str) -> tuple[int, dict[s
     return ttl, dict(compaction)
 
 
-def test_rows_expire_as_configured_and_the_setting_may_change(rows_store: CassandraOptions) -> None:
+def test_rows_expire_as_configured_and_the_setting_may_change(rows_store: CassandraSettings) -> None:
     assert options_of_table(rows_store, "tag_views")[0] == 0
     for keep in (timedelta(days=30), timedelta(hours=1), timedelta(days=3_650)):
         schema.prepare(rows_store, keep)
@@ -288,7 +289,7 @@ def test_rows_expire_as_configured_and_the_setting_may_change(rows_store: Cassan
     assert (ttl, "TimeWindow" in compaction["class"]) == (0, False)
 
 
-async def test_a_row_is_gone_when_its_time_is_over(reader: RowReader, rows_store: CassandraOptions) -> None:
+async def test_a_row_is_gone_when_its_time_is_over(reader: RowReader, rows_store: CassandraSettings) -> None:
     schema.prepare(rows_store, timedelta(seconds=1))
     writer(rows_store).write([row(NOON, 1)])
     for _ in range(100):
@@ -301,7 +302,7 @@ async def test_a_row_is_gone_when_its_time_is_over(reader: RowReader, rows_store
     )
 
 
-def test_tables_with_other_columns_are_refused_by_name(rows_store: CassandraOptions) -> None:
+def test_tables_with_other_columns_are_refused_by_name(rows_store: CassandraSettings) -> None:
     connection = CassandraConnection(rows_store).open()
     connection.execute(connection.text("ALTER TABLE $keyspace.tag_views ADD ser_id int"))
     connection.execute(
@@ -316,8 +317,8 @@ def test_tables_with_other_columns_are_refused_by_name(rows_store: CassandraOpti
         schema.prepare(rows_store)
 
 
-def test_what_is_not_there_or_refused_is_said(rows_store: CassandraOptions) -> None:
-    nowhere = CassandraConnection(CassandraOptions(port=rows_store.port, keyspace="nowhere"))
+def test_what_is_not_there_or_refused_is_said(rows_store: CassandraSettings) -> None:
+    nowhere = CassandraConnection(CassandraSettings(port=rows_store.port, keyspace="nowhere"))
     with pytest.raises(StoreUnavailable, match="no pipeline has prepared cassandra yet"):
         nowhere.prepared("SELECT start FROM $keyspace.tag_buckets WHERE tag_name = ?")
     nowhere.close()

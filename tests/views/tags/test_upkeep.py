@@ -21,8 +21,7 @@ from tailrace.upkeep import pack, sweep
 from tailrace.upkeep.examine import examine, read_logs
 from tailrace.upkeep.job import FAILPOINT, run_job
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.tags.model import Tagging
-from tailrace.views.tags.settings import TagRules
+from tailrace.views.tags.settings import TagRules, TagsSettings
 from tailrace.views.tags.upkeep import STEPS, TagLogCopy
 from tailrace.views.tags.write import TagsPlan
 from tests.log.rig import ids
@@ -335,7 +334,7 @@ def test_a_cleanup_that_dies_is_completed_by_the_next(past: Make, step: str) -> 
 def test_the_command_says_what_it_would_erase_and_one_that_is_killed_is_completed_by_the_next(
     store: StoreOptions,
 ) -> None:
-    tagging = Tagging(paths=("tags",))
+    tagging = TagsSettings(paths=("tags",))
     writer = Writer(store, views=("intake", "tags"), tags=TagsPlan(tagging))
     values = [b'{"tags":["red","blue"]}', b'{"tags":["red"]}']
     writer.write([Record(i, (b"p", b"q")[i % 3 % 2], values[i % 2], NOON + i * HOUR) for i in range(12)])

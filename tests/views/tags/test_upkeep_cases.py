@@ -25,8 +25,8 @@ from tailrace.upkeep.job import look_once, run_job
 from tailrace.valkey.shards import Nodes, StoreOptions
 from tailrace.views.tags.feed import open_store
 from tailrace.views.tags.rows import store as tag_rows
-from tailrace.views.tags.rows.cassandra import CassandraOptions, connected
-from tailrace.views.tags.settings import TagRules
+from tailrace.views.tags.rows.cassandra import connected
+from tailrace.views.tags.settings import CassandraSettings, TagRules
 from tailrace.views.tags.store import VIEW
 from tailrace.views.tags.upkeep import erasing
 from tests.log.rig import now_ms
@@ -37,13 +37,13 @@ Make = Callable[..., TagPast]
 
 
 @pytest.fixture(params=["valkey", "cassandra"])
-def in_rows(request: pytest.FixtureRequest) -> CassandraOptions | None:
+def in_rows(request: pytest.FixtureRequest) -> CassandraSettings | None:
     """Options of Cassandra; None if events rest in Valkey."""
     return request.getfixturevalue("rows_store") if request.param == "cassandra" else None
 
 
 @pytest.fixture
-def past(kafka: EmbeddedKafka, store: StoreOptions, in_rows: CassandraOptions | None) -> Make:
+def past(kafka: EmbeddedKafka, store: StoreOptions, in_rows: CassandraSettings | None) -> Make:
     """Makes a topic and its tags, which are at the path ``tags``."""
 
     def make(spark: Any = None, partitions: int = 1) -> TagPast:
@@ -168,7 +168,7 @@ def test_R_03_what_was_lost_before_and_after_it_was_packed_is_made_again_and_num
 
 
 def test_K_07_writing_on_changes_nothing_where_all_is_written_and_writes_all_where_nothing_is_known(
-    store: StoreOptions, in_rows: CassandraOptions | None
+    store: StoreOptions, in_rows: CassandraSettings | None
 ) -> None:
     stored = Stored(store, in_rows)
     records = [stored.event(f"p{i % 3}", "red", *(["blue"] if i % 2 else []), at=i * 60_000) for i in range(90)]

@@ -12,18 +12,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tailrace.config.values import Where
 from tailrace.log.event import Partition
 from tailrace.log.store import Logs
 from tailrace.log.timeuuid import make_timeuuid, order
 from tailrace.valkey.marks import conserved, read_counts
 from tailrace.valkey.shards import Nodes, StoreOptions
-from tailrace.views.tags.model import Tagging
+from tailrace.views.tags.settings import TagRules, TagsSettings
 from tailrace.views.tags.store import raise_floors, read_conflicts
 from tailrace.views.tags.write import TagsPlan
 from tests.examples import examples
 from tests.writing import NOON, Record, Writer
 
-OPTIONS = TagsPlan(tagging=Tagging(paths=("tags",), rules={"even": {"n": {"$mod": [2, 0]}}}))
+EVEN = TagRules({"even": Where({"n": {"$mod": [2, 0]}})})
+OPTIONS = TagsPlan(tags=TagsSettings(paths=("tags",), rules=EVEN))
 VIEWS = ("intake", "tags")
 HOUR = 3_600_000
 
@@ -165,7 +167,7 @@ async def test_a_source_written_from_two_places_is_reported_and_stored(store: St
 
 
 async def test_a_sequence_that_does_not_rise_is_reported_and_stored(store: StoreOptions) -> None:
-    options = TagsPlan(tagging=Tagging(sequence="n", paths=("tags",)))
+    options = TagsPlan(tags=TagsSettings(sequence="n", paths=("tags",)))
     writer = Writer(store, VIEWS, tags=options)
     writer.write([tagged(i, "cart-1", "red", n=n) for i, n in enumerate((5, 6, 6, 7))])
     events = (await read_tags(store))["red"]
@@ -174,7 +176,7 @@ async def test_a_sequence_that_does_not_rise_is_reported_and_stored(store: Store
 
 
 async def test_records_without_tags_source_or_number_are_skipped_and_counted(store: StoreOptions) -> None:
-    options = TagsPlan(tagging=Tagging(topics=("carts",), sequence="n", paths=("tags",)))
+    options = TagsPlan(tags=TagsSettings(topics=("carts",), sequence="n", paths=("tags",)))
     writer = Writer(store, VIEWS, tags=options)
     writer.write(
         [

@@ -25,10 +25,10 @@ from tailrace.log.timeuuid import make_timeuuid, ms_of
 from tailrace.valkey.marks import lowest, read_counts, read_marks
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.model import SourceProgress
-from tailrace.views.tags.rows.cassandra import CassandraConnection, CassandraOptions
+from tailrace.views.tags.rows.cassandra import CassandraConnection
 from tailrace.views.tags.rows.model import StoredRow
 from tailrace.views.tags.rows.store import RowWriter
-from tailrace.views.tags.settings import TagsSettings
+from tailrace.views.tags.settings import CassandraSettings, TagsSettings
 from tests.views.tags.stored import HOUR, MINUTE, TOPIC, Died, Stored, dying, interrupted
 from tests.views.tags.tagged import apart
 from tests.writing import NOON, Record, Writer
@@ -44,7 +44,7 @@ def stored(request: pytest.FixtureRequest, store: StoreOptions) -> Iterator[Stor
 
 
 @pytest.fixture
-def in_rows(store: StoreOptions, rows_store: CassandraOptions) -> Iterator[Callable[..., Stored]]:
+def in_rows(store: StoreOptions, rows_store: CassandraSettings) -> Iterator[Callable[..., Stored]]:
     """Makes tags in Cassandra, with options of their own."""
     made: list[Stored] = []
 
@@ -163,7 +163,7 @@ def test_W_29_nothing_is_no_write_what_is_larger_than_a_batch_is_split_and_many_
         value=b"{}",
         tags=("red",),
     )
-    batches = RowWriter(CassandraConnection(stored.rows), 2)._batches(repeat(row, 1_000_000), lambda _: 1)
+    batches = RowWriter(CassandraConnection(stored.rows), 2)._batches(repeat(row, 1_000_000))
     assert sum(len(batch) == 2 for batch in batches) == 500_000
 
 
@@ -258,7 +258,7 @@ def test_W_23_of_two_sources_of_which_one_is_written_both_are_written_by_the_nex
 
 
 def test_W_25_rows_whose_progress_could_not_be_written_do_not_count_and_are_written_again_the_same(
-    own_valkey: EmbeddedValkey, rows_store: CassandraOptions
+    own_valkey: EmbeddedValkey, rows_store: CassandraSettings
 ) -> None:
     stored = Stored(StoreOptions(own_valkey.url), rows_store)
     stored.driver.write(stored.events("p1", "red", 3))

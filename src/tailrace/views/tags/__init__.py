@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 
 class TagsView(View):
-    """The view of tags."""
-
     name = "tags"
     is_copy = True
 
@@ -63,7 +61,7 @@ class TagsView(View):
 
             return TagLogCopy(self.plan(settings), settings.tags)
         try:
-            from tailrace.views.tags.rows.rebuild import TagRowCopy
+            from tailrace.views.tags.rows.upkeep import TagRowCopy
         except ImportError as error:
             if (error.name or "").partition(".")[0] != "cassandra":
                 raise

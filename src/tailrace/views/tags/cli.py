@@ -67,8 +67,6 @@ def tagged(
 
 
 class TagPrinter(Printer):
-    """Prints a feed of tags."""
-
     mode: str
     query: dict[str, Any] | None
     query_text: str | None

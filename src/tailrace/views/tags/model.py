@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import groupby
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -39,6 +40,7 @@ from tailrace.log.segment import PACKED, Segment
 from tailrace.query import QueryLimits, Record, ValueFilter
 from tailrace.query.predicate import TopicFilter
 from tailrace.query.value import field_reader, follow, items, split_path
+from tailrace.views.tags.settings import TagsSettings
 
 MANY_TAGS = 10
 """An event with more tags than this is counted in a warning."""
@@ -53,22 +55,7 @@ _decode = msgspec.json.Decoder().decode
 _decode_text = msgspec.json.Decoder(str).decode
 
 
-class Tagging(msgspec.Struct, frozen=True):
-    """The tagging rules of the configuration, as plain data for Spark's tasks."""
-
-    topics: str | tuple[str, ...] = ".*"
-    """A regular expression for the whole name, or names."""
-    source: tuple[str, ...] | None = None
-    """Dotted paths to the elements of the source's name; None: the record's key."""
-    sequence: str = ""
-    """Dotted path to the sequence number at the source; empty: the offset."""
-    paths: tuple[str, ...] = ()
-    rules: dict[str, dict[str, Any]] = {}
-
-
 class TaggedEvent(NamedTuple):
-    """The source and the tags of an event."""
-
     source: str
     seq: int
     tags: tuple[str, ...]
@@ -84,21 +71,21 @@ class Tagger:
         QueryError: The query of a rule is invalid.
     """
 
-    def __init__(self, tagging: Tagging) -> None:
-        self._topics = TopicFilter(tagging.topics)
-        self._rules = [(tag, ValueFilter(where)) for tag, where in tagging.rules.items()]
+    def __init__(self, settings: TagsSettings) -> None:
+        self._topics = TopicFilter(settings.topics)
+        self._rules = [(tag, ValueFilter(where)) for tag, where in settings.rules.written().items()]
         self.asks_record = any(sieve.asks_record for _, sieve in self._rules)
         """True if a rule needs the record beside its value; else ``read`` takes None for it."""
-        self._by_key = tagging.source is None
-        sources, sequence = [split_path(path) for path in tagging.source or ()], tagging.sequence
-        tags = [split_path(path) for path in tagging.paths]
-        paths = [*sources, *([split_path(sequence)] if sequence else []), *tags]
-        names = list(dict.fromkeys(path[0] for path in paths))
+        self._by_key = settings.source == "key"
+        sources = () if self._by_key else settings.source
+        sequences = () if settings.sequence == "offset" else (settings.sequence,)
+        paths = [[split_path(path) for path in group] for group in (sources, sequences, settings.paths)]
+        names = list(dict.fromkeys(path[0] for group in paths for path in group))
         self._fields = field_reader(names) if names else None
-        self._sources = [(names.index(path[0]), path[1:]) for path in sources]
-        self._sequence = (names.index(split_path(sequence)[0]), split_path(sequence)[1:]) if sequence else None
-        self._paths = [(names.index(path[0]), path[1:]) for path in tags]
-        self._source_of_key: dict[bytes | None, str] = {}
+        self._sources, self._sequences, self._paths = (
+            [(names.index(path[0]), path[1:]) for path in group] for group in paths
+        )
+        self._name_of_key = lru_cache(CACHE_SIZE)(name_of_key)
         self._tags_of_value: dict[bytes, tuple[str, ...]] = {}
 
     def wants(self, topic: str) -> bool:
@@ -138,8 +125,8 @@ class Tagger:
         if len(tags) > 1:
             tags = tuple(dict.fromkeys(tags))
         seq = offset
-        if self._sequence is not None:
-            raw = follow(values[self._sequence[0]], self._sequence[1])
+        for i, rest in self._sequences:
+            raw = follow(values[i], rest)
             if raw is None or not _INTEGER.fullmatch(raw):
                 return "no-sequence"
             seq = int(raw)
@@ -147,13 +134,7 @@ class Tagger:
 
     def _source(self, key: bytes | None, values: Sequence[bytes | None]) -> str:
         if self._by_key:
-            source = self._source_of_key.get(key)
-            if source is None:
-                source = name_of_key(key)
-                if len(self._source_of_key) >= CACHE_SIZE:
-                    self._source_of_key.clear()
-                self._source_of_key[key] = source
-            return source
+            return self._name_of_key(key)
         elements: list[str] = []
         for i, rest in self._sources:
             raw = follow(values[i], rest)
@@ -238,7 +219,6 @@ class Erasure(msgspec.Struct, frozen=True):
     """Last erased offset of each partition, by its text."""
 
     def covers(self, partition: str, offset: int) -> bool:
-        """Return True if the source's event at an offset is erased."""
         return offset <= self.marks.get(partition, -1)
 
 
@@ -361,38 +341,33 @@ def make_tag_request(
         raise BadRequest(f"client={client[:80]!r}: a name of letters, digits, '.', '_' and '-', at most 100")
     query = read_query(parameters.q)
     matches = None if query == {} else ValueFilter(query, limits=limits or QueryLimits())
-    cursor, plain_parameters, plain_id = None, parameters, last_event_id
+    cursor, is_resumed = None, bool(last_event_id)
     if own_cursors:
         cursor = last_event_id or parameters.after or (start if start and _STORE_CURSOR.match(start) else None)
         if parameters.until:
             parse_time(parameters.until, now_ms)
     if cursor:
-        plain_parameters = msgspec.structs.replace(parameters, start="end", since=None, after=None)
-        plain_id = None
+        parameters = msgspec.structs.replace(parameters, start="end", since=None, after=None)
+        last_event_id = None
     logs = tags[:1] if mode == "all" else tags  # with "all" the feed reads one log
-    plain = make_request(logs, plain_parameters, now_ms=now_ms, last_event_id=plain_id)
+    plain = make_request(logs, parameters, now_ms=now_ms, last_event_id=last_event_id)
     if plain is None:
         return None
     fields = {name: getattr(plain, name) for name in FeedRequest.__struct_fields__}
     fields["names"] = tags
     if cursor:
-        text, sent, since_ms, ended = _split_cursor(cursor)
-        if last_event_id and ended:
+        text, tilde, state = cursor.strip().partition("~")
+        if len(cursor) > MAX_CURSOR_BYTES or not _STORE_CURSOR.fullmatch(text):
+            raise CursorError(f"cannot read cursor {cursor[:80]!r}: expected the id of an event of this feed")
+        sent, since_ms, ended = parse_state(state, cursor) if tilde else (None, None, False)
+        if is_resumed and ended:
             return None
         fields |= {"start": FromStoreCursor(text), "since_ms": since_ms}
-        fields |= {"sent": sent or 0, "resumed": True} if last_event_id else {}
+        fields |= {"sent": sent or 0, "resumed": True} if is_resumed else {}
     elif isinstance(plain.start, FromCursor):
         # A request that began at a time shows nothing older, also when another one continues from its cursor.
         fields["since_ms"] = plain.start.cursor.since_ms
     return TagRequest(**fields, mode=mode, query=matches, client=client)  # type: ignore[arg-type]
-
-
-def _split_cursor(cursor: str) -> tuple[str, int | None, int | None, bool]:
-    """Return the store's part of a cursor, and the state of the request: sent, since_ms, ended."""
-    text, tilde, state = cursor.strip().partition("~")
-    if len(cursor) > MAX_CURSOR_BYTES or not _STORE_CURSOR.fullmatch(text):
-        raise CursorError(f"cannot read cursor {cursor[:80]!r}: expected the id of an event of this feed")
-    return text, *(parse_state(state, cursor) if tilde else (None, None, False))
 
 
 class TagFilter:

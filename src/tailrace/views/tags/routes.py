@@ -139,7 +139,10 @@ async def tag_sources(view: TagsHere, tag: TagName, parameters: SourcesParameter
     shard = shard_of(tag, nodes.options.shards)
     key = nodes.keys.numbers(shard, tag)
     cursor, found = await nodes.read(shard, "HSCAN", key, parameters.after, "COUNT", parameters.limit)
-    listed = [_source(name.decode(), SourceProgress.parse(stored)) for name, stored in mapping(found).items()]
+    listed = []
+    for name, stored in mapping(found).items():
+        last = SourceProgress.parse(stored)
+        listed.append(TaggedSource(name.decode(), last.number, last.seq, iso_time(last.ms), last.partition))
     if not listed and not parameters.after and not int(cursor):
         raise StreamNotFound(tag)
     return SourcesPage(tag, listed, int(cursor) or None)
@@ -149,10 +152,6 @@ async def tag_sources(view: TagsHere, tag: TagName, parameters: SourcesParameter
 async def tag_readers(view: TagsHere, parameters: Parameters) -> ReadersPage:
     """List the readers of tags that have a name: where they are, and whether they may miss what is dropped."""
     return ReadersPage(await inspect_readers(view))
-
-
-def _source(name: str, progress: SourceProgress) -> TaggedSource:
-    return TaggedSource(name, progress.number, progress.seq, iso_time(progress.ms), progress.partition)
 
 
 def _follow(

@@ -37,6 +37,13 @@ def read_progress(shards: Shards, wanted: Sequence[tuple[int, str, Sequence[str]
     return [[SourceProgress.parse(value) for value in answer] for answer in answers]
 
 
+def progress_of(shards: Shards, tag: str, sources: Iterable[str]) -> Iterator[tuple[str, SourceProgress]]:
+    """Yield sources with their progress in a tag, page by page."""
+    listed, shard = iter(sources), shard_of(tag, shards.options.shards)
+    while page := list(islice(listed, PAGE)):
+        yield from zip(page, *read_progress(shards, [(shard, tag, page)]), strict=True)
+
+
 def tags_of(shards: Shards, source: str, tags: Iterable[str] | None = None) -> Iterator[str]:
     """Yield the tags in which a source has been given numbers; of all tags with a log if none are given."""
     listed = iter(tags if tags is not None else (log.name for log in LogRegistry(shards, VIEW).walk()))
@@ -48,9 +55,9 @@ def tags_of(shards: Shards, source: str, tags: Iterable[str] | None = None) -> I
         yield from (tag for tag, has in zip(page, answers, strict=True) if has)
 
 
-def read_all_progress(shards: Shards, shard: int, tag: str) -> dict[str, SourceProgress]:
+def read_all_progress(shards: Shards, tag: str) -> dict[str, SourceProgress]:
     """Return the progress of every source in a tag, each at some moment before this returns."""
-    found: dict[str, SourceProgress] = {}
+    shard, found = shard_of(tag, shards.options.shards), dict[str, SourceProgress]()
     cursor: Any = b"0"
     while True:
         command = "HSCAN", shards.keys.numbers(shard, tag), cursor, "COUNT", PAGE
@@ -84,6 +91,15 @@ def _refuse_stale(answers: Sequence[Any], epoch: int) -> None:
             raise StaleDriver(VIEW, epoch, int(answer[1]))
 
 
+def read_floors(shards: Shards, wanted: Sequence[int]) -> list[dict[Partition, int]]:
+    """Return the floors of partitions in each of these shards."""
+    return list(map(_floors, shards.run_all([(s, ("HGETALL", shards.keys.times(s, VIEW))) for s in wanted])))
+
+
+def _floors(answer: Any) -> dict[Partition, int]:
+    return {_partition(field): parse_mark_time(value)[0] for field, value in mapping(answer).items()}
+
+
 class Levels(msgspec.Struct, frozen=True):
     """The marks and the floors of the partitions in one shard."""
 
@@ -92,8 +108,6 @@ class Levels(msgspec.Struct, frozen=True):
 
 
 class LevelReader:
-    """Reads levels for the service."""
-
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
 
@@ -113,7 +127,7 @@ class LevelReader:
         for shard, times, marks in zip(wanted, answers, answers[len(wanted) :], strict=False):
             levels[shard] = Levels(
                 {_partition(field): int(mark) for field, mark in mapping(marks).items() if field[:1] != SCAN_PREFIX},
-                {_partition(field): parse_mark_time(value)[0] for field, value in mapping(times).items()},
+                _floors(times),
             )
         return levels
 

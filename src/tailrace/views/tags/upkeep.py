@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, ClassVar
@@ -25,20 +26,20 @@ import msgspec
 
 from tailrace.config.settings import Settings
 from tailrace.errors import BadRequest, StoreError
-from tailrace.log.event import Partition, shard_of
+from tailrace.log.event import Partition
 from tailrace.log.pack import pieces
 from tailrace.log.run import NumberedRun, Run, TagFields
 from tailrace.log.segment import Segment
 from tailrace.log.store import NewSegment, Staging
 from tailrace.upkeep.copy import Body, RestoredEvent, SpooledRecord, ViewCopy
-from tailrace.upkeep.examine import MOST_ODD, PAGE, ExaminedEntry, ExaminedLog, Finding, read_logs, read_segment
+from tailrace.upkeep.examine import MOST_ODD, ExaminedEntry, ExaminedLog, Finding, read_logs, read_segment
 from tailrace.upkeep.job import JobLease, buckets_of, failpoint, milliseconds, now_ms
 from tailrace.upkeep.log_copy import LogCopy
 from tailrace.upkeep.pack import SegmentStage
 from tailrace.valkey.shards import Shards
 from tailrace.views import tags
 from tailrace.views.tags.model import Erasure, SourceProgress, erase_from, shrink_segment, timeuuid_ms, widen_neighbour
-from tailrace.views.tags.store import VIEW, encode, read_all_progress, read_erasures, read_progress, tags_of
+from tailrace.views.tags.store import VIEW, encode, progress_of, read_all_progress, read_erasures, tags_of
 from tailrace.views.tags.write import TagsPlan
 
 logger = logging.getLogger(__name__)
@@ -58,9 +59,9 @@ class TagCopy(ViewCopy):
 
     plan: TagsPlan
 
-    @abstractmethod
     def tags_of(self, shards: Shards, source: str) -> Iterable[str]:
-        """Return the tags that have had events of a source."""
+        """Return the tags that have had events of a source; by default those with logs."""
+        return tags_of(shards, source)
 
     def erased(self, shards: Shards, names: Collection[str] | None) -> Mapping[str, Mapping[str, Erasure]]:
         return read_erasures(shards, names)
@@ -77,43 +78,23 @@ class TagCopy(ViewCopy):
 
 
 class TagLogCopy(TagCopy, LogCopy):
-    """Tags in logs of Valkey."""
-
-    def tags_of(self, shards: Shards, source: str) -> Iterable[str]:
-        return tags_of(shards, source)
-
     def numbering(self, shards: Shards, name: str, now_ms: int) -> Anchor:
-        progress = read_all_progress(shards, shard_of(name, shards.options.shards), name)
-        return Anchor(progress, now_ms + self.plan.future_ms)
+        return Anchor(read_all_progress(shards, name), now_ms + self.plan.future_ms)
 
     def check_numbers(self, shards: Shards, log: ExaminedLog, counted: dict[str, int]) -> Iterator[Finding]:
-        sources = list(counted)
-        issued: dict[str, int] = {}
-        for at in range(0, len(sources), PAGE):
-            part = sources[at : at + PAGE]
-            (numbers,) = read_progress(shards, [(log.shard, log.name, part)])
-            issued |= {
-                source: each.number
-                for source, each in zip(part, numbers, strict=True)
-                if each.number != counted[source]
-            }
+        progress = progress_of(shards, log.name, counted)
+        issued = {source: each.number for source, each in progress if each.number != counted[source]}
         if any(number > counted[source] for source, number in issued.items()):
             # The shard may have gone on since the log was read: its log has these events by now.
-            newest = log.log.segments[-1].index
-            for segment in read_logs(shards, self.view, [log.name])[0].log.segments:
-                if segment.index >= newest:
-                    _count_on(counted, issued, read_segment(shards, self.view, log.name, segment))
+            newest, now = log.log.segments[-1].index, read_logs(shards, self.view, [log.name])[0].log
+            for segment in (segment for segment in now.segments if segment.index >= newest):
+                for _, _, fields in _tag_fields(read_segment(shards, self.view, log.name, segment)):
+                    if fields.source in issued and counted[fields.source] < fields.number <= issued[fields.source]:
+                        counted[fields.source] = fields.number
         wrong = ((source, number) for source, number in issued.items() if counted[source] != number)
         for source, number in islice(wrong, MOST_ODD):
             detail = f"the last event has number {counted[source]}, and the shard has given out {number}"
             yield Finding("numbers", log.name, "", source, number, counted[source], detail)
-
-
-def _count_on(counted: dict[str, int], issued: Mapping[str, int], entries: Iterable[ExaminedEntry]) -> None:
-    """Continue counting, up to the numbers that were given out."""
-    for _, _, fields in _tag_fields(entries):
-        if fields.source in issued and counted[fields.source] < fields.number <= issued[fields.source]:
-            counted[fields.source] = fields.number
 
 
 def _tag_fields(entries: Iterable[ExaminedEntry]) -> Iterator[tuple[Partition, int, TagFields]]:
@@ -126,12 +107,9 @@ def _tag_fields(entries: Iterable[ExaminedEntry]) -> Iterator[tuple[Partition, i
 
 
 class TagErasure(msgspec.Struct, frozen=True):
-    """Outcome for one tag."""
-
     tag: str
     verdict: str
     events: int
-    """Erased events of the source."""
     segments: int
     """Segments that they were in."""
 
@@ -165,14 +143,24 @@ class Erasing(ABC):
     Args:
         source: The source whose events are erased.
         tag: Erase it from one tag; None = from all.
+        reached: Called at each failpoint.
     """
 
     name = "cleanup"
     view = VIEW
     whole = True
 
-    def __init__(self, source: str, tag: str | None, reached: Callable[[str], None]) -> None:
-        self._source, self._tag, self._reached = source, tag, reached
+    def __init__(
+        self,
+        settings: Settings,
+        source: str,
+        tag: str | None = None,
+        *,
+        clock: Callable[[], int] = now_ms,
+        reached: Callable[[str], None] = failpoint,
+    ) -> None:
+        self._settings, self._source, self._tag = settings, source, tag
+        self._clock, self._reached = clock, reached
         self.erased: list[TagErasure] = []
 
     def look(self, shards: Shards) -> dict[str, object]:
@@ -204,9 +192,9 @@ class Erasing(ABC):
                 verdict = self._erase(shards, staging, lease, tag, found, erased)
             self._add(tag, verdict, found, "erased")
 
-    @abstractmethod
     def _tags(self, shards: Shards) -> Iterable[str]:
-        """Return the tags that have had events of the source."""
+        """Return the tags that have had events of the source; by default those with logs."""
+        return tags_of(shards, self._source)
 
     def _begin(self, staging: Staging) -> None:
         """Prepare the shards."""
@@ -223,17 +211,12 @@ class Erasing(ABC):
         """Erase the events that were found; return the verdict."""
 
     def facts(self) -> dict[str, object]:
-        """Return the figures for reports."""
-        left: dict[str, int] = {}
-        for each in self.erased:
-            if each.verdict != ERASED:
-                left[each.verdict] = left.get(each.verdict, 0) + 1
         return {
             "source": self._source,
             "tags": len(self.erased),
             "events": sum(each.events for each in self.erased),
             "segments": sum(each.segments for each in self.erased),
-            "left": left,
+            "left": dict(Counter(each.verdict for each in self.erased if each.verdict != ERASED)),
         }
 
     def _wanted(self, shards: Shards) -> list[str]:
@@ -271,6 +254,7 @@ def erasing(settings: Settings, source: str, tag: str | None, **options: Any) ->
         BadRequest: There is no view of tags.
     """
     if settings.tags.store != "cassandra" or VIEW not in settings.pipeline.views:
+        buckets_of(settings, tags.VIEW)
         return LogErasing(settings, source, tag, **options)
     from tailrace.views.tags.rows.upkeep import RowErasing
 
@@ -282,33 +266,10 @@ class _Unreadable(Exception):
 
 
 class LogErasing(Erasing):
-    """Erases a source from logs.
-
-    Raises:
-        BadRequest: There are no tags in Valkey.
-    """
-
-    def __init__(
-        self,
-        settings: Settings,
-        source: str,
-        tag: str | None = None,
-        *,
-        clock: Callable[[], int] = now_ms,
-        reached: Callable[[str], None] = failpoint,
-    ) -> None:
-        buckets_of(settings, tags.VIEW)
-        super().__init__(source, tag, reached)
-        self._clock = clock
-        self._opened: Sequence[tuple[int, Mapping[Partition, int]]] | None = None
-        """The new epoch and the marks of each shard; None in a dry run."""
-        self._segments: Sequence[Segment] = ()
-        """Segments of the tag that nothing writes any more."""
-        self._piece_bytes = settings.upkeep.segment_bytes
-        self._remember_ms = milliseconds(settings.upkeep.remember)
-
-    def _tags(self, shards: Shards) -> Iterable[str]:
-        return tags_of(shards, self._source)
+    _opened: Sequence[tuple[int, Mapping[Partition, int]]] | None = None
+    """The new epoch and the marks of each shard; None in a dry run."""
+    _segments: Sequence[Segment] = ()
+    """Segments of the tag that nothing writes any more."""
 
     def _begin(self, staging: Staging) -> None:
         self._opened = staging.reopen(self._clock() // 1000)
@@ -330,7 +291,7 @@ class LogErasing(Erasing):
         self, shards: Shards, staging: Staging, lease: JobLease, tag: str, found: SourceEvents, erased: Erasure
     ) -> str:
         """Rewrite the segments with events of the source, the oldest first; return the verdict."""
-        segments = list(self._segments)
+        segments, remember_ms = list(self._segments), milliseconds(self._settings.upkeep.remember)
         for at, segment in enumerate(self._segments):
             if segment.index not in found.places:
                 continue
@@ -341,7 +302,7 @@ class LogErasing(Erasing):
                 return UNREADABLE
             neighbour = widen_neighbour([s for s in segments if s.events], segment) if left is None else None
             self._reached("thin-staged")
-            if staging.thin(tag, segment, left, neighbour, self._remember_ms) != "ok":
+            if staging.thin(tag, segment, left, neighbour, remember_ms) != "ok":
                 return MOVED
             self._reached("thinned")
             if left is not None:
@@ -356,7 +317,7 @@ class LogErasing(Erasing):
     ) -> NewSegment | None:
         """Stage the rest of a segment; None if there is none."""
         stage = SegmentStage(staging, tag, segment.index)
-        for part in pieces(self._rest(shards, tag, segment, erased), self._piece_bytes):
+        for part in pieces(self._rest(shards, tag, segment, erased), self._settings.upkeep.segment_bytes):
             if not stage.write(part):
                 raise StoreError(f"what was staged for {tag!r} is not what was written: is the store sound?")
         if not stage.pieces:
@@ -395,7 +356,7 @@ class Anchor:
         self._segment: dict[str, SourceProgress] = {}
         self._ahead: dict[Partition, dict[int, int]] = {}
         """Timestamps in the log that differ from the event's time, by offset."""
-        self._counts: dict[str, int] = {}
+        self._counts: Counter[str] = Counter()
         self._new: dict[str, SourceProgress] = {}
 
     def begin(self, in_front: bool) -> None:
@@ -437,8 +398,7 @@ class Anchor:
     def fits(self, events: Iterable[RestoredEvent]) -> bool:
         self._count(events)
         return all(
-            last.number == self._ends.get(source, 0) - self._counts.get(source, 0)
-            for source, last in self._front.items()
+            last.number == self._ends.get(source, 0) - self._counts[source] for source, last in self._front.items()
         )
 
     def begin_anew(self, events: Iterable[RestoredEvent]) -> None:
@@ -446,10 +406,7 @@ class Anchor:
         self._count(events)
 
     def _count(self, events: Iterable[RestoredEvent]) -> None:
-        self._counts = {}
-        for event in events:
-            assert event.fields is not None
-            self._counts[event.fields.source] = self._counts.get(event.fields.source, 0) + 1
+        self._counts = Counter(event.fields.source for event in events if event.fields is not None)
 
     def numbered(self, events: Iterable[RestoredEvent]) -> Iterator[RestoredEvent]:
         """Yield events, in their order, with their numbers and timestamps.

@@ -15,8 +15,10 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -31,18 +33,11 @@ from tailrace.log.segment import bucket_start
 from tailrace.log.timeuuid import make_timeuuid
 from tailrace.valkey.marks import LONG_AGO, read_times
 from tailrace.valkey.shards import Arg, Shards
-from tailrace.views.tags.model import MANY_TAGS, SourceProgress, TaggedEvent, Tagger, Tagging, timeuuid_ms
-from tailrace.views.tags.settings import milliseconds
-from tailrace.views.tags.store import (
-    VIEW,
-    introduce_partitions,
-    raise_floors,
-    read_conflicts,
-    read_progress,
-)
+from tailrace.views.tags.model import MANY_TAGS, SourceProgress, TaggedEvent, Tagger, timeuuid_ms
+from tailrace.views.tags.settings import CassandraSettings, TagsSettings, milliseconds
+from tailrace.views.tags.store import VIEW, introduce_partitions, raise_floors, read_conflicts, read_progress
 
 if TYPE_CHECKING:
-    from tailrace.views.tags.rows.cassandra import CassandraOptions
     from tailrace.views.tags.rows.model import StoredRow
 
 logger = logging.getLogger(__name__)
@@ -51,45 +46,30 @@ MAX_PROGRESS = 2_000
 """About how many values of progress, each of one source in one tag, one call compares and writes."""
 SHOWN_CONFLICTS = 20
 
+_Progress: TypeAlias = dict[str, dict[str, SourceProgress]]
+"""Progress by tag and source."""
 _encode = msgspec.json.Encoder().encode
 
 
 class TagsPlan(msgspec.Struct, frozen=True):
     """The settings that tasks need to tag events and to store them."""
 
-    tagging: Tagging = Tagging()
-    span_ms: int = 3_600_000
-    """Length of a bucket."""
-    future_ms: int = 1_000
-    """A timeuuid may be ahead of the clock by this much."""
+    tags: TagsSettings = TagsSettings()
     bucket_future_ms: int = 600_000
     """A bucket may begin this much after the store's clock."""
-    batch: int = 150
-    cassandra: CassandraOptions | None = None
+    cassandra: CassandraSettings | None = None
     """None if the events are in Valkey."""
     name: str = VIEW
 
     @classmethod
     def of(cls, settings: Settings) -> TagsPlan:
-        tags, cassandra = settings.tags, None
-        if tags.store == "cassandra":
-            from tailrace.views.tags.rows.cassandra import CassandraOptions
+        rows = settings.cassandra if settings.tags.store == "cassandra" else None
+        return cls(settings.tags, milliseconds(settings.days.future_limit), rows)
 
-            cassandra = CassandraOptions.of(settings.cassandra)
-        return cls(
-            tagging=Tagging(
-                topics=tags.topics,
-                source=None if tags.source == "key" else tuple(tags.source),
-                sequence="" if tags.sequence == "offset" else tags.sequence,
-                paths=tags.paths,
-                rules=tags.rules.written(),
-            ),
-            span_ms=milliseconds(tags.span),
-            future_ms=milliseconds(tags.future_limit),
-            bucket_future_ms=milliseconds(settings.days.future_limit),
-            batch=tags.batch,
-            cassandra=cassandra,
-        )
+    @property
+    def future_ms(self) -> int:
+        """A timeuuid may be ahead of the clock by this much."""
+        return milliseconds(self.tags.future_limit)
 
     def writer(self, plan: Plan) -> Writer:
         return TagsWriter(self, plan)
@@ -120,17 +100,16 @@ class TagsWriter(Writer):
 
     def __init__(self, tags: TagsPlan, plan: Plan, clock: Callable[[], float] = time.time) -> None:
         self._plan, self._shards, self._epoch, self._clock = tags, plan.store.shards, plan.epoch, clock
-        self.span_ms = tags.span_ms
+        self.span_ms = milliseconds(tags.tags.span)
         self.future_ms = max(tags.bucket_future_ms, tags.future_ms)
-        self._tagger = Tagger(tags.tagging)
+        self._tagger = Tagger(tags.tags)
         # The limit holds for bytes on the wire; events compress about eightfold.
         self._max_bytes, self._max_runs = plan.window_bytes * 8, plan.window_runs
         self._slices: dict[int, _TaggedSlice] = {}
-        self._progress: dict[str, dict[str, SourceProgress]] = {}
-        """Progress by tag and source, including events of windows that are cut but not applied."""
+        self._progress: _Progress = {}
+        """Includes events of windows that are cut but not applied."""
         self._floors: dict[int, list[int]] = {}
         """Floor of each slice's partition in every shard."""
-        self._shards_of: dict[tuple[str, ...], tuple[tuple[int, tuple[str, ...]], ...]] = {}
         self._refused_rows: dict[tuple[str, str, int], StoredRow] = {}
         """Rows that were written for refused windows, by tag, partition and offset."""
 
@@ -146,7 +125,7 @@ class TagsWriter(Writer):
             self._slices[id(records)] = tagged
             self._floors[id(records)] = [ms for ms, _ in applied.times]
             for i, event in tagged.events.items():
-                for shard, tags in self._by_shard(event.tags):
+                for shard, tags in _by_shard(event.tags, self._shards):
                     if records.offsets[i] > applied.marks[shard]:
                         for tag in tags:
                             wanted.setdefault(tag, {})[event.source] = None
@@ -184,15 +163,17 @@ class TagsWriter(Writer):
             event = tagged.events.get(i)
             if event is None:
                 continue
-            for shard, tags in self._by_shard(event.tags):
+            for shard, tags in _by_shard(event.tags, self._shards):
                 if offsets[i] <= marks[shard]:
                     continue
                 share = shares.get(shard)
                 if share is None:
-                    share = shares[shard] = _ShardWindow(records.partition, floors[shard])
-                share.add(i, offsets[i], times[i], event, tags, self._progress, latest)
+                    share = shares[shard] = _ShardWindow(records.partition, floors[shard], self._progress, latest)
+                share.add(i, offsets[i], times[i], event, tags)
                 share.size += len(tags) * len(values[i] or b"")
-                is_full = is_full or self._is_full(share)
+                is_full |= (
+                    share.size > self._max_bytes or len(share.events) > self._max_runs or share.changed >= MAX_PROGRESS
+                )
             if is_full:
                 windows += self._windows(tagged, shares, begin, i + 1, marks)
                 begin, is_full, shares = i + 1, False, {}
@@ -202,14 +183,12 @@ class TagsWriter(Writer):
 
     def store(self, windows: Sequence[Window]) -> None:
         """Write the rows of windows to Cassandra; delete rows that an earlier attempt wrote under another key."""
-        if self._plan.cassandra is None:
-            return
         rows: list[StoredRow] = [row for window in windows for row in window.rows]
-        if not rows:
+        if self._plan.cassandra is None or not rows:
             return
         from tailrace.views.tags.rows.store import writer
 
-        store = writer(self._plan.cassandra, self._plan.batch)
+        store = writer(self._plan.cassandra, self._plan.tags.batch)
         store.write(rows)
         if self._refused_rows:
             keys = {(row.tag, row.clustering) for row in rows}
@@ -228,7 +207,7 @@ class TagsWriter(Writer):
         """Yield row, shard, tag and fields for every tag of every event."""
         for i, event in self._tag(records).events.items():
             fields = TagFields(event.source, event.seq, 0, 0, event.tags)
-            for shard, tags in self._by_shard(event.tags):
+            for shard, tags in _by_shard(event.tags, self._shards):
                 for tag in tags:
                     yield i, shard, tag, fields
 
@@ -252,22 +231,6 @@ class TagsWriter(Writer):
                     tagged[i] = event
         return _TaggedSlice(records, tagged, skipped)
 
-    def _by_shard(self, tags: tuple[str, ...]) -> tuple[tuple[int, tuple[str, ...]], ...]:
-        """Return the shards of tags, each with its tags."""
-        pairs = self._shards_of.get(tags)
-        if pairs is None:
-            by_shard: dict[int, tuple[str, ...]] = {}
-            for tag in tags:
-                shard = shard_of(tag, self._shards)
-                by_shard[shard] = (*by_shard.get(shard, ()), tag)
-            if len(self._shards_of) > 100_000:
-                self._shards_of.clear()
-            pairs = self._shards_of[tags] = tuple(by_shard.items())
-        return pairs
-
-    def _is_full(self, share: _ShardWindow) -> bool:
-        return share.size > self._max_bytes or len(share.events) > self._max_runs or share.changed >= MAX_PROGRESS
-
     # The windows of the shards.
 
     def _windows(
@@ -281,7 +244,7 @@ class TagsWriter(Writer):
             if marks[shard] >= last:
                 continue
             share = shares.get(shard)
-            items: list[Arg] = share.progress_items(self._progress) if share else []
+            items: list[Arg] = share.progress_items() if share else []
             if share:
                 floors[shard] = share.floor
                 items += ["C", "in", sum(len(each.rows) for each in share.events.values()), *share.conflicts]
@@ -300,43 +263,37 @@ class TagsWriter(Writer):
 
     def _counts(self, tagged: _TaggedSlice, begin: int, end: int) -> list[Arg]:
         """Return the counters that the home shard of the records adds up."""
-        skipped: dict[str, int] = {}
-        for i, why in tagged.skipped.items():
-            if begin <= i < end:
-                skipped[why] = skipped.get(why, 0) + 1
+        skipped = Counter(f"skipped:{why}" for i, why in tagged.skipped.items() if begin <= i < end)
         dead = sum(begin <= i < end for i in tagged.records.poison)
         events = [event for i, event in tagged.events.items() if begin <= i < end]
-        items: list[Arg] = []
-        if lost := dead + sum(skipped.values()):
-            items += ["C", "in", lost]
-        if dead:
-            items += ["C", "dead", dead]
-        for why, n in skipped.items():
-            items += ["C", f"skipped:{why}", n]
-        if events:
-            items += ["C", "events", len(events)]
-        if many := sum(len(event.tags) > MANY_TAGS for event in events):
-            items += ["C", "many-tags", many]
-        if ignored := sum(event.ignored for event in events):
-            items += ["C", "ignored", ignored]
-        return items
+        counts = {
+            "in": dead + skipped.total(),
+            "dead": dead,
+            **skipped,
+            "events": len(events),
+            "many-tags": sum(len(event.tags) > MANY_TAGS for event in events),
+            "ignored": sum(event.ignored for event in events),
+        }
+        return [part for field, n in counts.items() if n for part in ("C", field, n)]
 
     def _runs(self, tagged: _TaggedSlice, tag: str, events: _TagEvents) -> list[Arg]:
         """Return the runs of a tag: one for each bucket."""
         items: list[Arg] = []
         span, timeuuids, begin = self.span_ms, events.timeuuids, 0
         while begin < len(timeuuids):
-            end = bisect_left(timeuuids, bucket_start(timeuuids[begin], span) + span, begin)
-            items += self._run(tagged, tag, _TagEvents(*(column[begin:end] for column in events)))
+            start = bucket_start(timeuuids[begin], span)
+            end = bisect_left(timeuuids, start + span, begin)
+            run = self._run(tagged, _TagEvents(*(column[begin:end] for column in events)))
+            items += ["A", tag, start, end - begin, timeuuids[end - 1], encode(run)]
             begin = end
         return items
 
-    def _run(self, tagged: _TaggedSlice, tag: str, events: _TagEvents) -> list[Arg]:
+    def _run(self, tagged: _TaggedSlice, events: _TagEvents) -> Run:
         records, rows = tagged.records, events.rows
         fields = [tagged.events[i] for i in rows]
         offsets, times = [records.offsets[i] for i in rows], [records.times[i] for i in rows]
         keys = [records.keys[i] for i in rows]
-        run = Run.of(
+        return Run.of(
             records.partition,
             offsets,
             times,
@@ -353,8 +310,6 @@ class TagsWriter(Writer):
                 times,
             ),
         )
-        newest = events.timeuuids[-1]
-        return ["A", tag, bucket_start(newest, self.span_ms), len(rows), newest, encode(run)]
 
     def _rows(self, tagged: _TaggedSlice, tag: str, events: _TagEvents) -> Iterator[StoredRow]:
         from tailrace.views.tags.rows.model import StoredRow
@@ -380,38 +335,41 @@ class TagsWriter(Writer):
             )
 
 
-class _ShardWindow:
-    """The part of a window that one shard applies: the events of its tags, numbered."""
+@lru_cache(100_000)
+def _by_shard(tags: tuple[str, ...], shards: int) -> tuple[tuple[int, tuple[str, ...]], ...]:
+    """Return the shards of tags, each with its tags."""
+    by_shard: dict[int, tuple[str, ...]] = {}
+    for tag in tags:
+        shard = shard_of(tag, shards)
+        by_shard[shard] = (*by_shard.get(shard, ()), tag)
+    return tuple(by_shard.items())
 
-    def __init__(self, partition: Partition, floor: int) -> None:
+
+class _ShardWindow:
+    """The part of a window that one shard applies: the events of its tags, numbered; it updates ``progress``."""
+
+    def __init__(self, partition: Partition, floor: int, progress: _Progress, latest_ms: int) -> None:
         self._partition, self._label, self.floor, self._floor_before = partition, str(partition), floor, floor
+        self._progress, self._latest_ms = progress, latest_ms
         self.events: dict[str, _TagEvents] = {}
         self.conflicts: list[Arg] = []
         self.changed = 0
         """Count of sources in tags whose progress changes."""
         self.size = 0
         """About the bytes of its events."""
-        self._before: dict[str, dict[str, SourceProgress]] = {}
-        """Progress before the window, by tag and source."""
+        self._before: _Progress = {}
+        """Progress before the window."""
 
-    def add(
-        self,
-        row: int,
-        offset: int,
-        time_ms: int,
-        event: TaggedEvent,
-        tags: Sequence[str],
-        progress: dict[str, dict[str, SourceProgress]],
-        latest_ms: int,
-    ) -> None:
-        """Number an event in its tags of this shard; update ``progress``."""
-        source, seq, label = event.source, event.seq, self._label
+    def add(self, row: int, offset: int, time_ms: int, event: TaggedEvent, tags: Sequence[str]) -> None:
+        """Number an event in its tags of this shard."""
+        source, seq, label, progress = event.source, event.seq, self._label, self._progress
         known = [progress[tag][source] for tag in tags]
-        self.floor = ms = timeuuid_ms(time_ms, self.floor, known, label, latest_ms)
+        self.floor = ms = timeuuid_ms(time_ms, self.floor, known, label, self._latest_ms)
         for tag, before in zip(tags, known, strict=True):
             if conflict := before.conflict(seq, label):
-                report = self._conflict(conflict, tag, event, offset, before)
-                self.conflicts += ["C", f"conflict:{conflict}", 1, "K", report]
+                at, last = event_id(self._partition, offset), {"seq": before.seq, "partition": before.partition}
+                report = {"conflict": conflict, "tag": tag, "source": source, "seq": seq, "id": at, "before": last}
+                self.conflicts += ["C", f"conflict:{conflict}", 1, "K", _encode(report)]
             events = self.events.get(tag)
             if events is None:
                 events = self.events[tag] = _TagEvents([], [], [])
@@ -424,32 +382,19 @@ class _ShardWindow:
             events.numbers.append(before.number + 1)
             events.timeuuids.append(ms)
 
-    def progress_items(self, progress: dict[str, dict[str, SourceProgress]]) -> list[Arg]:
+    def progress_items(self) -> list[Arg]:
         """Return the floor and the progress that the shard compares, and those that it then writes."""
         floor_before = str(self._floor_before) if self._floor_before > LONG_AGO[0] else ""
         items: list[Arg] = ["N", floor_before, self.floor, len(self._before)]
         for tag, sources in self._before.items():
             items += (tag, len(sources))
             for source, before in sources.items():
-                items += (source, before.stored() if before.partition else b"", progress[tag][source].stored())
+                after = self._progress[tag][source]
+                items += (source, before.stored() if before.partition else b"", after.stored())
         return items
-
-    def _conflict(self, conflict: str, tag: str, event: TaggedEvent, offset: int, before: SourceProgress) -> bytes:
-        return _encode(
-            {
-                "conflict": conflict,
-                "tag": tag,
-                "source": event.source,
-                "seq": event.seq,
-                "id": event_id(self._partition, offset),
-                "before": {"seq": before.seq, "partition": before.partition},
-            }
-        )
 
 
 class TagsDriver(ViewDriver):
-    """The hooks of the view of tags."""
-
     times = Times.NONE
 
     def __init__(self, plan: TagsPlan) -> None:

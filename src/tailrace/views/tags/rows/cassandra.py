@@ -16,18 +16,15 @@ from contextlib import contextmanager
 from datetime import timedelta
 from importlib import resources
 from string import Template
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-import msgspec
 from cassandra import (
     AuthenticationFailed,
     ConsistencyLevel,
-    CoordinationFailure,
     DriverException,
     InvalidRequest,
     OperationTimedOut,
-    Timeout,
-    Unavailable,
+    RequestExecutionException,
 )
 from cassandra.auth import PlainTextAuthProvider
 from cassandra.cluster import EXEC_PROFILE_DEFAULT, Cluster, ExecutionProfile, NoHostAvailable
@@ -37,13 +34,11 @@ from cassandra.protocol import ErrorMessage, IsBootstrappingErrorMessage, Overlo
 from cassandra.query import tuple_factory
 
 from tailrace.errors import StoreError, StoreMismatch, StoreUnavailable
-
-if TYPE_CHECKING:
-    from tailrace.views.tags.settings import CassandraSettings
-
+from tailrace.views.tags.settings import CassandraSettings
 
 PROTOCOL: Final = 4
 """The oldest protocol with unset values; later ones only add checksums, which are slow in Python."""
+BY_WINDOW: Final = "TimeWindowCompactionStrategy"
 MAX_WINDOWS: Final = 50
 """Time windows, one file each, of a table whose rows expire; a read may open all of them."""
 MAX_TTL: Final = 20 * 365 * 86_400
@@ -55,9 +50,7 @@ _UNITS: Final = (("MINUTES", 60, 3_600), ("HOURS", 3_600, 86_400), ("DAYS", 86_4
 """Units of a window, each with its seconds, and the seconds of the longest window in it."""
 _TEMPORARY: Final = (
     OperationTimedOut,
-    Timeout,
-    Unavailable,
-    CoordinationFailure,
+    RequestExecutionException,
     ConnectionException,
     OverloadedErrorMessage,
     IsBootstrappingErrorMessage,
@@ -65,40 +58,15 @@ _TEMPORARY: Final = (
     OSError,
 )
 
-
 logger = logging.getLogger(__name__)
-
-
-class CassandraOptions(msgspec.Struct, frozen=True):
-    """The address and the login of a cluster, as plain data for Spark's tasks."""
-
-    hosts: tuple[str, ...] = ("127.0.0.1",)
-    port: int = 9042
-    keyspace: str = "tailrace"
-    user: str = ""
-    password: str = ""
-    datacenter: str = ""
-    replication: int = 1
-    consistency: str = "QUORUM"
-    timeout_s: float = 10.0
-
-    @classmethod
-    def of(cls, settings: CassandraSettings) -> CassandraOptions:
-        same = ("hosts", "port", "keyspace", "user", "datacenter", "replication", "consistency")
-        return cls(
-            **{name: getattr(settings, name) for name in same},
-            password=settings.password.get_secret_value(),
-            timeout_s=settings.timeout.total_seconds(),
-        )
 
 
 class CassandraConnection:
     """The connections of one process to the cluster; safe for threads, but not after a fork (see ``connected``)."""
 
-    def __init__(self, options: CassandraOptions) -> None:
+    def __init__(self, options: CassandraSettings) -> None:
         self.options = options
         self.session: Any = None
-        self._cluster: Any = None
         self._prepared: dict[str, Any] = {}
         self._lock = threading.Lock()
 
@@ -112,10 +80,10 @@ class CassandraConnection:
     def close(self) -> None:
         """Close all connections; blocks."""
         with self._lock:
-            cluster, self._cluster, self.session = self._cluster, None, None
+            session, self.session = self.session, None
             self._prepared.clear()
-        if cluster is not None:
-            cluster.shutdown()
+        if session is not None:
+            session.cluster.shutdown()
 
     def prepared(self, text: str) -> Any:
         """Return a prepared statement with our keyspace for ``$keyspace``; blocks the first time.
@@ -136,29 +104,30 @@ class CassandraConnection:
         """Return a statement with our keyspace for ``$keyspace``."""
         return Template(text).substitute(keyspace=f'"{self.options.keyspace}"', **more)
 
-    def execute(self, text: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """Run a statement that is not prepared, and return its rows; blocks."""
+    def execute(self, text: str, values: Sequence[Any] = (), **more: str) -> list[tuple[Any, ...]]:
+        """Run a statement that is not prepared, with our keyspace for ``$keyspace``; return its rows; blocks."""
         session = self.open().session
         with translated():
-            return list(session.execute(text, values or None))
+            return list(session.execute(self.text(text, **more), values or None))
 
     def _connect(self) -> None:
-        options = self.options
+        options, timeout_s = self.options, self.options.timeout.total_seconds()
         profile = ExecutionProfile(
             load_balancing_policy=TokenAwarePolicy(DCAwareRoundRobinPolicy(options.datacenter)),
             consistency_level=ConsistencyLevel.name_to_value[options.consistency],
-            request_timeout=options.timeout_s,
+            request_timeout=timeout_s,
             row_factory=tuple_factory,
         )
+        password = options.password.get_secret_value()
         cluster = Cluster(
             options.hosts,
             port=options.port,
             protocol_version=PROTOCOL,
-            auth_provider=PlainTextAuthProvider(options.user, options.password) if options.user else None,
+            auth_provider=PlainTextAuthProvider(options.user, password) if options.user else None,
             execution_profiles={EXEC_PROFILE_DEFAULT: profile},
             reconnection_policy=ConstantReconnectionPolicy(1.0, max_attempts=None),
-            connect_timeout=options.timeout_s,
-            control_connection_timeout=options.timeout_s,
+            connect_timeout=timeout_s,
+            control_connection_timeout=timeout_s,
             compression=False,  # else it depends on the installed packages, and so does the largest frame
         )
         try:
@@ -167,13 +136,12 @@ class CassandraConnection:
         except BaseException:
             cluster.shutdown()
             raise
-        self._cluster = cluster
 
 
-_connections: dict[tuple[int, CassandraOptions], CassandraConnection] = {}
+_connections: dict[tuple[int, CassandraSettings], CassandraConnection] = {}
 
 
-def connected(options: CassandraOptions) -> CassandraConnection:
+def connected(options: CassandraSettings) -> CassandraConnection:
     """Return the connection of this process, created on first use; a forked process gets its own."""
     key = os.getpid(), options
     if key not in _connections:
@@ -181,7 +149,7 @@ def connected(options: CassandraOptions) -> CassandraConnection:
     return _connections[key].open()
 
 
-def disconnect(options: CassandraOptions) -> None:
+def disconnect(options: CassandraSettings) -> None:
     """Close the connection of this process, if there is one; its holders may open it again."""
     connection = _connections.pop((os.getpid(), options), None)
     if connection is not None:
@@ -211,7 +179,7 @@ def translated() -> Iterator[None]:
         raise StoreError(f"cassandra refused a call: {error}") from None
 
 
-def prepare(options: CassandraOptions, keep: timedelta | None = None) -> None:
+def prepare(options: CassandraSettings, keep: timedelta | None = None) -> None:
     """Create the keyspace and the tables, or check existing ones; set how long new rows live.
 
     Args:
@@ -229,11 +197,11 @@ def prepare(options: CassandraOptions, keep: timedelta | None = None) -> None:
             simple = "'class': 'SimpleStrategy', 'replication_factor'"
             strategy = f"{{{by_datacenter if options.datacenter else simple}: {options.replication}}}"
             text = "CREATE KEYSPACE IF NOT EXISTS $keyspace WITH replication = $strategy"
-            connection.execute(connection.text(text, strategy=strategy))
+            connection.execute(text, strategy=strategy)
         missing = _compare(connection)
         for table, statement in _schema().items():
             if table in missing:
-                connection.execute(connection.text(statement))
+                connection.execute(statement)
         _expire(connection, "tag_views", keep)
         _expire(connection, "tag_buckets", keep and keep + BUCKET_MARGIN)
     finally:
@@ -292,23 +260,20 @@ def _expire(connection: CassandraConnection, table: str, keep: timedelta | None)
         (connection.options.keyspace, table),
     )
     ttl, compaction = int(row[0]), dict(row[1])
-    by_window = "TimeWindowCompactionStrategy" in compaction["class"]
+    compaction["class"] = compaction["class"].rpartition(".")[2]
     wanted = 0 if keep is None else min(max(1, round(keep.total_seconds())), MAX_TTL)
+    changes, strategy = [], {}
     if wanted:
-        strategy = {"class": "TimeWindowCompactionStrategy", **_window(wanted)}
-        is_set = by_window and all(compaction.get(name) == value for name, value in _window(wanted).items())
-    else:
+        strategy = {"class": BY_WINDOW, **_window(wanted)}
+    elif compaction["class"] == BY_WINDOW:
         strategy = {"class": "SizeTieredCompactionStrategy"}
-        is_set = not by_window
-    changes = []
     if ttl != wanted:
         changes.append(f"default_time_to_live = {wanted}")
-    if not is_set:
+    if not strategy.items() <= compaction.items():
         changes.append(f"compaction = {strategy}")  # Python and Cassandra write it alike
     if changes:
         logger.info("%s: %s", table, " and ".join(changes))
-        text = f"ALTER TABLE $keyspace.{table} WITH {' AND '.join(changes)}"
-        connection.execute(connection.text(text))
+        connection.execute(f"ALTER TABLE $keyspace.{table} WITH {' AND '.join(changes)}")
 
 
 def _window(ttl_s: int) -> dict[str, str]:

@@ -31,7 +31,6 @@ from tailrace.log.timeuuid import last_of, ms_of, order
 from tailrace.valkey.shards import Nodes
 from tailrace.views.tags.feed import TagStore, TagSummary
 from tailrace.views.tags.model import FromStoreCursor, TagFilter, TagRequest, record_of
-from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.views.tags.rows.model import (
     BEGIN,
     MAX_TAGS,
@@ -75,7 +74,7 @@ class CassandraTags(TagStore):
     def __init__(self, settings: Settings, nodes: Nodes, hub: Hub, clock: Callable[[], int]) -> None:
         tags = settings.tags
         self._hub, self._clock, self._levels = hub, clock, LevelReader(nodes)
-        self._rows = RowReader(CassandraOptions.of(settings.cassandra))
+        self._rows = RowReader(settings.cassandra)
         self._first = BEGIN if not tags.first_bucket else last_of(tags.first_ms - 1)
         self._scan_ms = milliseconds(tags.offset_scan)
         self._settings = ReadSettings.of(tags)

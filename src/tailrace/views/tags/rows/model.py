@@ -1,4 +1,4 @@
-"""Rows of tags, and the position of a reader among them: as it reads, and as the text of a cursor.
+"""Rows of tags, their numbers, and the position of a reader among them: as it reads, and as the text of a cursor.
 
     uEQ-mgAAAHrGAgICAgICAgA                         one tag: everything up to a timeuuid is delivered
     uEQ-mg…AgA,EQ-mg…AgQ~7                          two tags in request order; seven events were sent before
@@ -15,9 +15,10 @@ from __future__ import annotations
 import re
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
+from typing import NamedTuple
 from uuid import UUID
 
 import msgspec
@@ -187,7 +188,6 @@ def hashed(name: str) -> str:
 
 @lru_cache(10_000)
 def hashed_partition(partition: Partition) -> str:
-    """Return the hash by which a cursor names a partition."""
     return hashed(str(partition))
 
 
@@ -268,8 +268,6 @@ class PartitionLevels:
 
 
 class LastDelivered(msgspec.Struct, frozen=True, gc=False):
-    """The last delivered event of a source."""
-
     number: int
     timeuuid: UUID
     partition: Partition
@@ -288,11 +286,7 @@ class KnownSources:
         self._delivered = {each.partition: each.offset for each in start.reached}
         """Offset up to which events of unknown sources were delivered, by hash of the partition."""
 
-    def __contains__(self, source: str) -> bool:
-        return source in self._last
-
     def get(self, source: str) -> LastDelivered | None:
-        """Return the last event of a source; None if the source is not known."""
         return self._last.get(source)
 
     def is_new(self, row: RowKey) -> bool:
@@ -332,27 +326,23 @@ class ResumePoint:
     def __init__(self, start: TagPosition) -> None:
         self.low, self._order = start.low, order(start.low)
         self._partitions = {each.partition: (each.offset, last_of(each.ms)) for each in start.reached}
-        self._sources: dict[str, tuple[int, UUID]] = {}
+        self.sources: dict[str, tuple[int, UUID]] = {}
+        """Number and timeuuid of the last event of each source that is named."""
         self.open = {each.source: each for each in start.open}
         """Sources that were open at the start and not seen since, by the hash of their name."""
 
     def __len__(self) -> int:
-        return len(self._partitions) + len(self._sources) + len(self.open)
+        return len(self._partitions) + len(self.sources) + len(self.open)
 
     def opened(self, source: str) -> OpenSource | None:
         """Return the entry of a source that was open at the start."""
         return self.open.get(hashed(source)) if self.open else None
 
-    def delivered_above(self, source: str) -> tuple[int, UUID] | None:
-        """Return number and timeuuid of the last event of a source that is named."""
-        return self._sources.get(source) if self._sources else None
-
     def names(self, row: RowKey, marked: bool) -> bool:
         """Return True if the partition of a row is named, or its source if the partition has no marks."""
-        return hashed_partition(row.partition) in self._partitions if marked else row.source in self._sources
+        return hashed_partition(row.partition) in self._partitions if marked else row.source in self.sources
 
     def add_partition(self, row: RowKey) -> None:
-        """Name the partition of a row that was taken."""
         if row.timeuuid == self.low or order(row.timeuuid) <= self._order:
             return
         key = hashed_partition(row.partition)
@@ -363,11 +353,11 @@ class ResumePoint:
     def add_source(self, row: RowKey) -> None:
         """Name the source of a delivered row whose partition has no marks."""
         timeuuid = row.timeuuid
-        before = self._sources.get(row.source)
+        before = self.sources.get(row.source)
         if before is not None:
             timeuuid = max(timeuuid, before[1], key=order)
         if order(timeuuid) > self._order:
-            self._sources[row.source] = row.tag_seq, timeuuid
+            self.sources[row.source] = row.tag_seq, timeuuid
 
     def raise_low(self, timeuuid: UUID, open_searched: bool) -> None:
         """Raise the low timeuuid and drop the names below it; open sources only after they were searched for."""
@@ -377,8 +367,8 @@ class ResumePoint:
         self.low, self._order = timeuuid, position
         if self._partitions:
             self._partitions = {key: each for key, each in self._partitions.items() if order(each[1]) > position}
-        if self._sources:
-            self._sources = {source: each for source, each in self._sources.items() if order(each[1]) > position}
+        if self.sources:
+            self.sources = {source: each for source, each in self.sources.items() if order(each[1]) > position}
         if open_searched:
             self.close_below()
 
@@ -389,11 +379,11 @@ class ResumePoint:
 
     def position(self, held: Collection[OpenSource]) -> TagPosition:
         """Return the position to resume at, with the held sources."""
-        if not (self._partitions or self._sources or self.open or held):
+        if not (self._partitions or self.sources or self.open or held):
             return TagPosition(self.low)
         reached = (Reached(key, offset, ms_of(last)) for key, (offset, last) in self._partitions.items())
         sources = dict(self.open)
-        for source, (number, last) in self._sources.items():
+        for source, (number, last) in self.sources.items():
             sources[hashed(source)] = OpenSource(hashed(source), number, ms_of(last))
         sources |= {each.source: each for each in held}
         return TagPosition(self.low, tuple(reached), tuple(sources.values()))
@@ -420,3 +410,144 @@ def position_before(rows: Sequence[StoredRow], first: int, low: UUID, room: int)
 def position_after(low: UUID, reached: dict[str, Reached], last: UUID, room: int) -> TagPosition:
     """Return the position at ``low`` with the partitions reached above it; at ``last`` if there are too many."""
     return TagPosition(low, tuple(reached.values())) if len(reached) <= room - ROOM_FOR_HELD else TagPosition(last)
+
+
+# Numbers, for upkeep.
+
+
+class MissingNumbers(NamedTuple):
+    source: str
+    first: int
+    last: int
+    before_ms: int
+    """Millisecond of the row before them."""
+    ms: int
+    """Millisecond of the row after them."""
+
+
+class NumberCheck:
+    """Checks the numbers of one tag's rows, which come in the order of timeuuids.
+
+    The caller passes all rows to ``take``, and if some did not count, all of them once more to ``recall``. A row may
+    exist twice: written, not applied, and written again with a later timeuuid. Then it has the same number and is the
+    same event: a repeat, which readers ignore. Two events with one number are a conflict.
+
+    Args:
+        most_missing: Missing numbers of all sources that are tracked one by one; a larger gap is reported as a whole.
+    """
+
+    def __init__(self, most_missing: int = 100_000) -> None:
+        self._most_missing = most_missing
+        self._last: dict[str, tuple[int, int]] = {}
+        """Highest number of each source, and the millisecond of its row."""
+        self._missing: dict[tuple[str, int], tuple[int, int]] = {}
+        """Missing numbers of sources, gap by gap, with the milliseconds before and after the gap."""
+        self._wide: list[MissingNumbers] = []
+        self._doubtful: dict[tuple[str, int], set[tuple[str, int]]] = {}
+        """Events, as partition and offset, of the numbers that came more than once."""
+        self._late: set[str] = set()
+        """Sources with a number that came once, after a higher one."""
+
+    def take(self, source: str, number: int, ms: int, event: tuple[str, int]) -> bool:
+        """Return True if a row counts as an event: it comes after all of its source, or fills a gap."""
+        last, last_ms = self._last.get(source, (number - 1, ms))
+        if number > last:
+            if number - last - 1 > self._most_missing - len(self._missing):
+                self._wide.append(MissingNumbers(source, last + 1, number - 1, last_ms, ms))
+            else:
+                self._missing |= {(source, missing): (last_ms, ms) for missing in range(last + 1, number)}
+            self._last[source] = number, ms
+            return True
+        if self._missing.pop((source, number), None) is not None:
+            self._late.add(source)
+            return True
+        self._doubtful.setdefault((source, number), set()).add(event)
+        return False
+
+    def recall(self, source: str, number: int, event: tuple[str, int]) -> None:
+        """Note the event of a number that occurs more than once."""
+        events = self._doubtful.get((source, number))
+        if events is not None:
+            events.add(event)
+
+    def conflicts(self) -> Iterator[tuple[str, int, list[tuple[str, int]]]]:
+        """Yield source, number and events of each number that several events have."""
+        for (source, number), events in self._doubtful.items():
+            if len(events) > 1:
+                yield source, number, sorted(events)
+
+    def is_repeat(self, source: str, number: int) -> bool:
+        """Return True if a row that did not count is the same event as the others with its number."""
+        return len(self._doubtful[source, number]) == 1
+
+    def disordered(self) -> list[str]:
+        """Return the sources whose numbers are not in the order of timeuuids, except those with repeats.
+
+        A first writing that was cut short lacks some rows; then their numbers come late.
+        """
+        return sorted(self._late - {source for source, _ in self._doubtful})
+
+    def gaps(self) -> Iterator[MissingNumbers]:
+        yield from self._wide
+        first = None
+        for (source, number), around in self._missing.items():
+            first = number if first is None else first
+            if self._missing.get((source, number + 1)) != around:
+                yield MissingNumbers(source, first, number, *around)
+                first = None
+
+    def ends(self) -> dict[str, int]:
+        return {source: number for source, (number, _) in self._last.items()}
+
+
+class NumberingEnd(msgspec.Struct, frozen=True, array_like=True):
+    """The end of a source's rebuilt events, and the live event after them."""
+
+    number: int = 0
+    """Number of the last rebuilt event."""
+    ms: int | None = None
+    """Millisecond of the first live event; None if there is none."""
+    partition: str = ""
+    """Partition of the first live event, as text."""
+
+    @classmethod
+    def of(cls, last_given: int, live: NumberingEnd | None) -> NumberingEnd:
+        """Return the end of a source's rebuilt events.
+
+        Args:
+            last_given: Last number of the source's progress, read before its rows.
+            live: The first of its rows beyond the marks, with its own number. Rows that are not applied yet are written
+                in any order, so it need not be the first that will exist; but then no number beyond the marks was
+                given.
+        """
+        return cls(last_given) if live is None else cls(min(last_given, live.number - 1), live.ms, live.partition)
+
+
+class BackwardNumbering(msgspec.Struct, array_like=True):
+    """Gives numbers and timeuuids to the rebuilt events of one tag, the last one first.
+
+    Invariant: the last event of a source gets the number before its first live one, or the last number that was given;
+    the events before it are numbered downwards without a gap. So nothing live is renumbered. No timeuuid is after that
+    of the next event of its partition or of its source; between two partitions it is at least a millisecond before it,
+    since their offsets say nothing about each other.
+    """
+
+    ends: dict[str, NumberingEnd]
+    """The end of each source; a source without one has no number yet."""
+    ceilings: dict[str, int]
+    """For each partition, as text, the latest millisecond of a rebuilt event."""
+
+    def next_ms(self, source: str, partition: str, ms: int) -> int:
+        """Return the millisecond that ``give`` would return."""
+        end = self.ends.get(source, NumberingEnd())
+        ms = min(ms, self.ceilings.get(partition, ms))
+        if end.ms is not None:
+            ms = min(ms, end.ms if end.partition == partition else end.ms - 1)
+        return ms
+
+    def give(self, source: str, partition: str, ms: int) -> tuple[int, int]:
+        """Return number and millisecond of the event before those numbered so far; it asks for a millisecond."""
+        ms, number = self.next_ms(source, partition, ms), self.ends.get(source, NumberingEnd()).number
+        self.ends[source] = NumberingEnd(number - 1, ms, partition)
+        self.ceilings[partition] = ms
+        return number, ms

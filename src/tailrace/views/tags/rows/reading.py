@@ -71,7 +71,6 @@ class ReadSettings(msgspec.Struct, frozen=True, kw_only=True):
     future_ms: int = 1_000
     """Floors may be ahead of the clock by this much, unless a clock was set."""
     span_ms: int = 3_600_000
-    """Length of a bucket."""
     gap_ms: int = 10_000
     """Longest wait for missing events."""
     first_ms: int = 100
@@ -184,7 +183,6 @@ class HeldSource:
 
     @property
     def lowest(self) -> StoredRow:
-        """The held event with the lowest number."""
         return self._rows[min(self._rows)][0]
 
     @property
@@ -198,7 +196,6 @@ class HeldSource:
         return min(self._rows) <= self.first
 
     def entry(self) -> OpenSource:
-        """Return its entry in the cursor."""
         # Without a number that says what was delivered, a millisecond with a delivered event is not searched again.
         since_ms = ms_of(self.after) + (1 if self.first and not self.number else 0)
         return OpenSource(hashed(self.source), self.number, since_ms, self.first)
@@ -228,7 +225,6 @@ class HeldSource:
         self.number = min(self._rows) - 1
 
     def deadline_ms(self, settings: ReadSettings) -> int:
-        """Return when the wait for the missing events ends."""
         first, last = self.missing
         if last - first >= settings.max_missing:
             return self._since_ms
@@ -454,16 +450,10 @@ class Reading:
 
     def expect(self, rows: Iterable[RowKey]) -> None:
         """Note the lowest number of each source after the start, for rows without marks."""
-        lowest: dict[str, RowKey] = {}
-        for row in rows:
+        for row in sorted(rows, key=lambda row: row.tag_seq):
             if self.levels.is_marked(row.partition) or self._resume.opened(row.source) is not None:
                 continue
-            if order(row.timeuuid) > self._start_order and (
-                row.source not in lowest or row.tag_seq < lowest[row.source].tag_seq
-            ):
-                lowest[row.source] = row
-        for source, row in lowest.items():
-            if source not in self._sources:
+            if order(row.timeuuid) > self._start_order and self._sources.get(row.source) is None:
                 self._sources.expect(row, self._start)
 
     # One row.
@@ -496,7 +486,7 @@ class Reading:
             return held.number
         if (last := self._sources.get(source)) is not None:
             return last.number
-        if (above := self._resume.delivered_above(source)) is not None:
+        if (above := self._resume.sources.get(source)) is not None:
             return above[0]
         opened = self._resume.opened(source)
         return None if opened is None else opened.number
@@ -537,7 +527,7 @@ class Reading:
         source = row.source
         if (last := self._sources.get(source)) is not None:
             return HeldSource(source, last.number, last.timeuuid, 0, now_ms) if row.tag_seq > last.number + 1 else None
-        if (above := self._resume.delivered_above(source)) is not None:
+        if (above := self._resume.sources.get(source)) is not None:
             return HeldSource(source, *above, 0, now_ms)
         if (opened := self._resume.open.pop(hashed(source), None)) is not None:
             return HeldSource(source, opened.number, last_of(opened.since_ms - 1), opened.first, now_ms)

@@ -34,8 +34,9 @@ from cassandra.query import UNSET_VALUE, BatchStatement, BatchType, BoundStateme
 from tailrace.log.event import Partition
 from tailrace.log.segment import bucket_start
 from tailrace.log.timeuuid import first_of, last_of, ms_of, order
-from tailrace.views.tags.rows.cassandra import PROTOCOL, CassandraConnection, CassandraOptions, connected, translated
+from tailrace.views.tags.rows.cassandra import PROTOCOL, CassandraConnection, connected, translated
 from tailrace.views.tags.rows.model import RowKey, StoredRow
+from tailrace.views.tags.settings import CassandraSettings
 
 BATCH_BYTES: Final = 1 << 20
 """About the largest size of a batch; one row may be larger."""
@@ -43,6 +44,8 @@ RELIST_S: Final = 3_600.0
 """A bucket is listed again after this time; ``BUCKET_MARGIN``, by which its entry outlives its rows, is far longer."""
 _LISTED_CACHE: Final = 100_000
 _ROW_BYTES: Final = 200
+_IN_FLIGHT: Final = 32
+"""Most batches in flight."""
 PAGE_BYTES: Final = 4 << 20
 """About the size of a page: with large rows, a page has fewer."""
 WALK_PAGE: Final = 2_000
@@ -84,12 +87,10 @@ class RowWriter:
     Args:
         connection: A connection to prepared tables.
         batch: Rows of one Cassandra partition in a batch.
-        in_flight: Most batches in flight.
     """
 
-    def __init__(self, connection: CassandraConnection, batch: int = 150, in_flight: int = 32) -> None:
-        self._connection = connection
-        self._batch, self._in_flight = batch, in_flight
+    def __init__(self, connection: CassandraConnection, batch: int = 150) -> None:
+        self._connection, self._batch = connection, batch
         self._listed: dict[tuple[str, int, int], float] = {}
 
     def write(self, rows: Iterable[StoredRow]) -> None:
@@ -100,9 +101,8 @@ class RowWriter:
         """
         rows = list(rows)
         self._list({(row.tag, row.bucket_ms, row.span_ms) for row in rows})
-        insert = self._connection.prepared(_INSERT)
-        headers = insert.column_metadata[_HEADERS].type
-        self._send(insert, self._batches(rows, _size), lambda row: _values(row, headers))
+        headers = self._connection.prepared(_INSERT).column_metadata[_HEADERS].type
+        self._send(_INSERT, rows, lambda row: _values(row, headers))
 
     def delete(self, rows: Iterable[RowKey]) -> None:
         """Delete rows. A key that is written again later must not be among them.
@@ -110,7 +110,7 @@ class RowWriter:
         Raises:
             StoreUnavailable: Some may be deleted and some not. Delete all of them again.
         """
-        self._send(self._connection.prepared(_DELETE), self._batches(rows, lambda _: _ROW_BYTES), _key_values)
+        self._send(_DELETE, rows, _key_values)
 
     def _list(self, buckets: set[tuple[str, int, int]]) -> None:
         now = time.monotonic()
@@ -123,27 +123,25 @@ class RowWriter:
             self._listed.clear()
         self._listed.update(dict.fromkeys(fresh, now))
 
-    def _batches(self, rows: Iterable[R], size: Callable[[R], int]) -> Iterator[list[R]]:
+    def _batches(self, rows: Iterable[R]) -> Iterator[list[R]]:
         """Yield batches of rows, each of one Cassandra partition."""
-        batches: dict[tuple[str, int], list[R]] = {}
-        sizes: dict[tuple[str, int], int] = {}
+        batches: dict[tuple[str, int], tuple[list[R], int]] = {}
         for row in rows:
-            key, more = (row.tag, row.bucket_ms), size(row)
-            batch = batches.setdefault(key, [])
-            total = sizes.get(key, 0)
-            if batch and (len(batch) >= self._batch or total + more > BATCH_BYTES):
+            key, more = (row.tag, row.bucket_ms), _size(row)
+            batch, size = batches.get(key, ([], 0))
+            if batch and (len(batch) >= self._batch or size + more > BATCH_BYTES):
                 yield batch
-                batch = batches[key] = []
-                total = 0
+                batch, size = [], 0
             batch.append(row)
-            sizes[key] = total + more
-        yield from batches.values()
+            batches[key] = batch, size + more
+        yield from (batch for batch, _ in batches.values())
 
-    def _send(self, prepared: Any, batches: Iterable[list[R]], values: Callable[[R], list[Any]]) -> None:
+    def _send(self, text: str, rows: Iterable[R], values: Callable[[R], list[Any]]) -> None:
         """Execute a statement for all rows. Values are bytes already: the driver would take 15 µs for each row."""
+        prepared = self._connection.prepared(text)
 
         def statements() -> Iterator[Any]:
-            for batch in batches:
+            for batch in self._batches(rows):
                 statement, bound = BatchStatement(BatchType.UNLOGGED), BoundStatement(prepared)
                 statement.is_idempotent = True
                 for row in batch:
@@ -160,7 +158,7 @@ class RowWriter:
         with translated():
             try:
                 for statement in statements:
-                    if len(in_flight) >= self._in_flight:
+                    if len(in_flight) >= _IN_FLIGHT:
                         self._wait(*in_flight.popleft())
                     in_flight.append((statement, session.execute_async(statement)))
                 while in_flight:
@@ -172,7 +170,7 @@ class RowWriter:
 
     def _wait(self, statement: Any, response: Any) -> None:
         """Wait for an answer. Send a statement again that was not sent, since the socket was full."""
-        deadline = time.monotonic() + self._connection.options.timeout_s
+        deadline = time.monotonic() + self._connection.options.timeout.total_seconds()
         while True:
             try:
                 response.result()
@@ -185,7 +183,7 @@ class RowWriter:
             response = self._connection.session.execute_async(statement)
 
 
-def writer(options: CassandraOptions, batch: int = 150) -> RowWriter:
+def writer(options: CassandraSettings, batch: int = 150) -> RowWriter:
     """Return the writer of this process, created on first use."""
     key = os.getpid(), options, batch
     if key not in _writers:
@@ -193,10 +191,12 @@ def writer(options: CassandraOptions, batch: int = 150) -> RowWriter:
     return _writers[key]
 
 
-_writers: dict[tuple[int, CassandraOptions, int], RowWriter] = {}
+_writers: dict[tuple[int, CassandraSettings, int], RowWriter] = {}
 
 
-def _size(row: StoredRow) -> int:
+def _size(row: RowKey) -> int:
+    if not isinstance(row, StoredRow):
+        return _ROW_BYTES
     headers = sum(len(name) + len(value or b"") for name, value in row.headers)
     return _ROW_BYTES + len(row.value or b"") + len(row.key or b"") + headers
 
@@ -241,8 +241,6 @@ def _tags(tags: tuple[str, ...]) -> bytes:
 
 
 class Bucket(msgspec.Struct, frozen=True, order=True):
-    """A listed bucket of a tag."""
-
     start_ms: int
     span_ms: int
 
@@ -254,7 +252,7 @@ class RowReader:
         page: Most rows in a page.
     """
 
-    def __init__(self, options: CassandraOptions, *, page: int = 500) -> None:
+    def __init__(self, options: CassandraSettings, *, page: int = 500) -> None:
         self.page = page
         self._connection = CassandraConnection(options)
         self._opened = False
@@ -266,7 +264,8 @@ class RowReader:
             StoreUnavailable: Cassandra does not answer, or the tables do not exist yet.
         """
         if not self._opened:
-            await asyncio.to_thread(self._prepare)
+            for text in (_ROWS, _ROW_KEYS, _ROWS_DOWN, _BUCKETS, _BUCKETS_DOWN, _TAGS):
+                await asyncio.to_thread(self._connection.prepared, text)
             self._opened = True
         return self
 
@@ -397,10 +396,6 @@ class RowReader:
             response = self._connection.session.execute_async(bound, paging_state=state)
             response.add_callbacks(answer, lambda error: answer(None, error))
         return future
-
-    def _prepare(self) -> None:
-        for text in (_ROWS, _ROW_KEYS, _ROWS_DOWN, _BUCKETS, _BUCKETS_DOWN, _TAGS):
-            self._connection.prepared(text)
 
 
 class _PageSize:
@@ -557,8 +552,8 @@ class RowWalk:
         StoreUnavailable: Cassandra does not answer, or nobody has made the tables yet.
     """
 
-    def __init__(self, options: CassandraOptions, page: int = WALK_PAGE) -> None:
-        self._reader, self._runner = RowReader(options, page=page), asyncio.Runner()
+    def __init__(self, options: CassandraSettings) -> None:
+        self._reader, self._runner = RowReader(options, page=WALK_PAGE), asyncio.Runner()
 
     def __enter__(self) -> RowWalk:
         return self

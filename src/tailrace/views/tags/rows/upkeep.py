@@ -1,160 +1,185 @@
-"""Upkeep of tags in Cassandra: the audit of their rows, and erasing a source from them.
+"""Upkeep of tags in Cassandra: the audit of their rows, their rebuild from Kafka, and erasing a source from them.
 
-An audit compares rows with Kafka as that of logs does, and checks the numbers of each source. The last numbers of
+*An audit* compares rows with Kafka as that of logs does, and checks the numbers of each source. The last numbers of
 sources are read before the marks, and the marks before the rows: so the rows up to the marks have at least those
 numbers, and rows written since do not look like faults.
 
-Erasing first stores, tag by tag, up to where the source is erased, then deletes its rows by their keys. Invariant: rows
-beyond the marks stay, and so do rows of other sources; the source's numbers go on after the erased ones; and the next
-run completes one that died.
+*A rebuild* reads the marks first. Then one Spark job puts the rows of each tag beside Kafka's records, event by event,
+and restores the tag from its last event backwards, so that numbers are anchored at its live end. Invariant: an event's
+right row is written before its wrong ones are deleted, and no key belongs to two events; so a rebuild that dies leaves
+every event with a row, and the next one finds the same rows to be right. Rows beyond the marks are not touched, nor is
+a row that is right.
+
+*Erasing* first stores, tag by tag, up to where the source is erased, then deletes its rows by their keys. Invariant:
+rows beyond the marks stay, and so do rows of other sources; the source's numbers go on after the erased ones; and the
+next run completes one that died.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import lru_cache
+from itertools import groupby, islice
+from typing import Any, ClassVar, NamedTuple
+from zlib import crc32
 
 import msgspec
+import pyarrow as pa
 
-from tailrace.config.settings import Settings
+from tailrace.errors import StaleDriver, StaleUpkeep
 from tailrace.log.event import Partition, shard_of
 from tailrace.log.run import TagFields
-from tailrace.log.segment import DAY_MS, day_text
+from tailrace.log.segment import DAY_MS, bucket_start, day_text
 from tailrace.log.store import Staging
-from tailrace.log.timeuuid import ms_of
-from tailrace.upkeep.copy import Assignment
-from tailrace.upkeep.examine import MOST_ODD, PAGE, Erasures, Examined, Finding, Tally, fingerprint
-from tailrace.upkeep.job import JobLease, failpoint
+from tailrace.log.timeuuid import make_timeuuid, ms_of
+from tailrace.upkeep.copy import (
+    ATTEMPTS,
+    REBUILT,
+    SAME,
+    Assignment,
+    Body,
+    MapRecords,
+    RebuildPlan,
+    RebuildStart,
+    Restored,
+    arrow_batch,
+    decode_body,
+    difference,
+)
+from tailrace.upkeep.examine import MOST_ODD, Erasures, Examined, Finding, Tally, fingerprint
+from tailrace.upkeep.job import LOGS, JobLease, failpoint, milliseconds
+from tailrace.upkeep.log_copy import NEXT_RECORDS, RECORDS, outcome_batch, route
 from tailrace.valkey.marks import NOTHING, parse_marks, read_marks
 from tailrace.valkey.shards import Shards
 from tailrace.views.tags.model import Erasure
-from tailrace.views.tags.rows.cassandra import CassandraOptions
-from tailrace.views.tags.rows.model import RowKey, StoredRow
-from tailrace.views.tags.rows.store import RowWalk, writer
-from tailrace.views.tags.store import VIEW, read_all_progress, read_progress, tags_of
-from tailrace.views.tags.upkeep import ERASED, Erasing, SourceEvents
+from tailrace.views.tags.rows.cassandra import connected
+from tailrace.views.tags.rows.model import BackwardNumbering, NumberCheck, NumberingEnd, RowKey, StoredRow
+from tailrace.views.tags.rows.store import RowWalk, RowWriter, writer
+from tailrace.views.tags.settings import CassandraSettings
+from tailrace.views.tags.store import VIEW, progress_of, raise_floors, read_all_progress, read_floors, tags_of
+from tailrace.views.tags.upkeep import ERASED, Erasing, SourceEvents, TagCopy
+from tailrace.views.tags.write import TagsPlan
 
 STEPS = ("cleaned", "rows-deleted")
 """The failpoints of erasing, in order."""
 AT_ONCE = 2_000
+"""Rows that are written or deleted at once."""
 MOST_LATE = 100_000
 """Rows of repeated numbers that a task examines; each further one counts as an event."""
-IN_ORDER, FILLS, AGAIN = "in-order", "fills", "again"
-"""Verdicts on a row: the next of its source, perhaps after a gap; a number missing before; a number seen before."""
+NUMBERING, ROW, RECORD = range(3)
+"""Kinds of items: a part of the tag's numbering, an existing row, a record of Kafka."""
+_ITEMS = "name string, kind long, source string, offset long, time long, stamp long, body binary"
+_RESTORED = (
+    "name string, verdict string, events long, before long, segments long, replaced long, added long, written long"
+)
 
-_Event: TypeAlias = tuple[str, int]
-"""A partition, as text, and an offset."""
-
-
-class MissingNumbers(NamedTuple):
-    """A range of missing numbers of a source."""
-
-    source: str
-    first: int
-    last: int
-    before_ms: int
-    """Millisecond of the row before them."""
-    ms: int
-    """Millisecond of the row after them."""
+_encode = msgspec.msgpack.Encoder().encode
+_parse_partition = lru_cache(10_000)(Partition.parse)
 
 
-class _Source(msgspec.Struct):
-    last: int
-    ms: int
-    missing: dict[int, tuple[int, int]] | None = None
-    """Missing numbers, each with the milliseconds before and after it."""
+class RestoredRows(Restored, frozen=True):
+    """Outcome for one tag, up to the marks: rows before, buckets written to, rows deleted."""
+
+    added: int = 0
+    """Events that had no row."""
+    written: int = 0
 
 
-class NumberCheck:
-    """Checks the numbers of one tag's rows, which come in the order of timeuuids.
+class TagRowCopy(TagCopy):
+    refused: ClassVar[Mapping[str, str]] = {
+        **TagCopy.refused,
+        "keys": "the tags rest in Cassandra (tags.store): they have no keys that could be nobody's",
+    }
+    outcome = RestoredRows
+    has_repeats = True
 
-    The caller passes all rows to ``take``, and if some were ``AGAIN``, all of them once more to ``recall``. A row may
-    exist twice: written, not applied, and written again with a later timeuuid. Then it has the same number and is the
-    same event: a repeat, which readers ignore. Two events with one number are a conflict. Invariant: a row that is
-    neither in order nor fills a gap does not count as an event.
+    def tags_of(self, shards: Shards, source: str) -> Iterable[str]:
+        with RowWalk(_store(self.plan)) as rows:
+            return list(tags_of(shards, source, rows.tags()))
 
-    Args:
-        most_missing: Missing numbers of all sources that are tracked one by one; a larger gap is reported as a whole.
-    """
+    def is_written(self, shards: Shards) -> bool:
+        return any(read_marks(shards, self.view))
 
-    def __init__(self, most_missing: int = 100_000) -> None:
-        self._sources: dict[str, _Source] = {}
-        self._room = most_missing
-        self._wide: list[MissingNumbers] = []
-        self._doubtful: dict[tuple[str, int], set[_Event]] = {}
-        self.late: set[str] = set()
-        """Sources with a number that came once, after a higher one."""
+    def examine(self, work: Assignment, shards: Shards, part: int, parts: int, now_ms: int) -> Iterator[Examined]:
+        wanted = work.wanted.test()
+        with RowWalk(_store(self.plan)) as rows:
+            for tag in rows.tags():
+                if crc32(tag.encode()) % parts == part and wanted(tag):
+                    yield examine(work, shards, rows, tag, self.kept_since(tag, now_ms))
 
-    def take(self, source: str, number: int, ms: int, event: _Event) -> str:
-        known = self._sources.get(source)
-        if known is None:
-            self._sources[source] = _Source(number, ms)
-            return IN_ORDER
-        if number > known.last:
-            if number > known.last + 1:
-                self._note_gap(source, known, number, ms)
-            known.last, known.ms = number, ms
-            return IN_ORDER
-        if known.missing and number in known.missing:
-            del known.missing[number]
-            self._room += 1
-            self.late.add(source)
-            return FILLS
-        self._doubtful.setdefault((source, number), set()).add(event)
-        return AGAIN
+    def explain(
+        self, shards: Shards, sums: Sequence[Mapping[str, Any]], now_ms: int
+    ) -> Iterator[tuple[Mapping[str, Any], Finding | None]]:
+        for row in sums:
+            extra = "Kafka has fewer, or there are rows of one event under several numbers"
+            yield row, difference(row, extra=extra)
 
-    def _note_gap(self, source: str, known: _Source, number: int, ms: int) -> None:
-        first, n = known.last + 1, number - known.last - 1
-        if n > self._room:
-            self._wide.append(MissingNumbers(source, first, number - 1, known.ms, ms))
-            return
-        self._room -= n
-        known.missing = known.missing or {}
-        known.missing |= dict.fromkeys(range(first, number), (known.ms, ms))
+    def begin(self, shards: Shards, token: int | None, now_ms: int) -> RebuildStart:
+        if token is not None:
+            _level(shards)
+        return RebuildStart(tuple(read_marks(shards, self.view)))
 
-    @property
-    def is_doubtful(self) -> bool:
-        """True if rows were ``AGAIN``, so that all rows must be passed to ``recall``."""
-        return bool(self._doubtful)
+    def rebuild(self, spark: Any, plan: RebuildPlan, records: MapRecords) -> Any:
+        from pyspark.sql import Window
+        from pyspark.sql.functions import coalesce, col, least, lit, when
+        from pyspark.sql.functions import max as highest
+        from pyspark.sql.functions import min as lowest
 
-    def recall(self, source: str, number: int, event: _Event) -> None:
-        """Note the event of a number that occurs more than once."""
-        events = self._doubtful.get((source, number))
-        if events is not None:
-            events.add(event)
+        work, names = plan.work, sorted(plan.work.wanted.names or ())
+        parts, options = 2 * int(spark.sparkContext.defaultParallelism), self.plan
 
-    def conflicts(self) -> Iterator[tuple[str, int, list[_Event]]]:
-        """Yield source, number and events of each number that several events have."""
-        for (source, number), events in self._doubtful.items():
-            if len(events) > 1:
-                yield source, number, sorted(events)
+        def existing(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            mine = [tag for batch in batches for i in batch.column(0).to_pylist() for tag in names[i::parts]]
+            yield from _surveyed(plan, _store(options), mine)
 
-    def is_repeat(self, source: str, number: int) -> bool:
-        """Return True if a row that was ``AGAIN`` is the same event as the others with its number."""
-        return len(self._doubtful[source, number]) == 1
+        def restore(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            yield from _restored(plan, options, batches)
 
-    def disordered(self) -> list[str]:
-        """Return the sources whose numbers are not in the order of timeuuids, except those with repeats.
+        items = spark.range(0, parts, 1, parts).mapInArrow(existing, _ITEMS)
+        columns = "name", f"{RECORD}L AS kind", "source", "offset", "time", "CAST(NULL AS LONG) AS stamp", "body"
+        routed = records(lambda slices: route(work, slices), RECORDS)
+        items = items.unionAll(routed.selectExpr(*columns))
+        one = Window.partitionBy("name", "source", "offset")
+        along = Window.partitionBy("name", "source").orderBy("offset")
+        latest = lit(plan.now_ms + options.future_ms)
+        # A time that none of the next records comes near is one from the future; it must not hold back what follows.
+        # There are up to two items for each.
+        next_ones = coalesce(highest("time").over(along.rowsBetween(1, 2 * NEXT_RECORDS)), col("time"))
+        # An existing timestamp stays. A new one is no later than the next existing one.
+        behind = lowest("has").over(along.rangeBetween(1, Window.unboundedFollowing))
+        in_order = (
+            items.repartition(parts, "name")
+            .withColumn("has", lowest(when(col("kind") == ROW, col("stamp"))).over(one))
+            .withColumn("asked", coalesce(col("has"), least(col("time"), next_ones, latest, behind)))
+            .withColumn("newest", highest("asked").over(along.rangeBetween(Window.unboundedPreceding, 0)))
+            .select("name", "kind", "source", "offset", "time", "newest", "body")
+            .sortWithinPartitions(
+                col("name"),
+                (col("source") != "").cast("int"),
+                col("newest").desc(),
+                col("source").desc(),
+                col("offset").desc(),
+                col("kind"),
+            )
+        )
+        return in_order.mapInArrow(restore, _RESTORED)
 
-        A first writing that was cut short lacks some rows; then their numbers come late.
-        """
-        repeated = {source for source, _ in self._doubtful}
-        return sorted(self.late - repeated)
+    def facts(self, rebuilt: Sequence[RestoredRows], left: Mapping[str, int]) -> dict[str, object]:
+        return {
+            "events": sum(each.events for each in rebuilt),
+            "restored": sum(each.added for each in rebuilt),
+            "written": sum(each.written for each in rebuilt),
+            "deleted": sum(each.replaced for each in rebuilt),
+        }
 
-    def gaps(self) -> Iterator[MissingNumbers]:
-        yield from self._wide
-        for source, known in self._sources.items():
-            begin = None
-            missing = known.missing or {}
-            for number in missing:
-                begin = number if begin is None else begin
-                if number + 1 not in missing or missing[number + 1] != missing[begin]:
-                    yield MissingNumbers(source, begin, number, *missing[begin])
-                    begin = None
 
-    def ends(self) -> dict[str, int]:
-        return {source: known.last for source, known in self._sources.items()}
+def _store(options: TagsPlan) -> CassandraSettings:
+    assert options.cassandra is not None
+    return options.cassandra
+
+
+# The audit.
 
 
 def examine(work: Assignment, shards: Shards, rows: RowWalk, tag: str, since_ms: int) -> Examined:
@@ -164,50 +189,49 @@ def examine(work: Assignment, shards: Shards, rows: RowWalk, tag: str, since_ms:
         since_ms: Time before which rows may have expired.
     """
     shard = shard_of(tag, shards.options.shards)
-    issued = {source: each.number for source, each in read_all_progress(shards, shard, tag).items()}
+    issued = {source: each.number for source, each in read_all_progress(shards, tag).items()}
     (answer,) = shards.run_all([(shard, ("HGETALL", shards.keys.marks(shard, VIEW)))])
     marks, bounds, erased = parse_marks(answer), work.extent.shards[shard], work.erased.get(tag, {})
+
+    def is_visible(row: RowKey) -> bool:
+        """Return whether readers see a row: its partition's mark has passed it, and it was not erased."""
+        return row.offset <= marks.get(row.partition, row.offset) and not _is_erased(erased, row)
+
     numbers, tally, repeats = NumberCheck(), Tally[tuple[str, int]](), 0
-    late: list[tuple[StoredRow, tuple[int, int]]] = []
-    for row in rows.rows(tag):
-        if not _is_visible(row, marks, erased):
-            continue
+    late: list[tuple[str, int, tuple[str, int], tuple[int, int]]] = []
+    for row in filter(is_visible, rows.rows(tag)):
         label = str(row.partition)
         first, last = bounds.get(row.partition, (0, NOTHING))
-        sums = row_print(row) if first <= row.offset <= last else (0, 0)
-        order = numbers.take(row.source, row.tag_seq, ms_of(row.timeuuid), (label, row.offset))
-        if order == AGAIN and len(late) < MOST_LATE:
-            late.append((msgspec.structs.replace(row, value=None, headers=[]), sums))
-        elif first <= row.offset <= last:
-            tally.add((label, row.time_ms // DAY_MS), *sums)
-    if numbers.is_doubtful:
-        for each in rows.narrow(tag):
-            if _is_visible(each, marks, erased):
-                numbers.recall(each.source, each.tag_seq, (str(each.partition), each.offset))
-    for row, sums in late:
-        if numbers.is_repeat(row.source, row.tag_seq):
+        is_compared, day = first <= row.offset <= last, (label, row.time_ms // DAY_MS)
+        sums = row_print(row) if is_compared else (0, 0)
+        counts = numbers.take(row.source, row.tag_seq, ms_of(row.timeuuid), (label, row.offset))
+        if not counts and len(late) < MOST_LATE:
+            late.append((row.source, row.tag_seq, day, sums))
+        elif is_compared:
+            tally.add(day, *sums)
+    if late:
+        for each in filter(is_visible, rows.narrow(tag)):
+            numbers.recall(each.source, each.tag_seq, (str(each.partition), each.offset))
+    for source, number, day, sums in late:
+        if numbers.is_repeat(source, number):
             repeats += 1
         elif any(sums):
-            tally.add((str(row.partition), row.time_ms // DAY_MS), *sums)
+            tally.add(day, *sums)
     findings = [
         *islice(_misnumbered(tag, numbers, since_ms), MOST_ODD),
-        *islice(_miscounted(shards, shard, tag, numbers.ends(), issued, since_ms), MOST_ODD),
+        *islice(_miscounted(shards, tag, numbers.ends(), issued, since_ms), MOST_ODD),
     ]
     days = len({bucket.start_ms // DAY_MS for bucket in rows.buckets(tag)})
     return Examined(tag, days, tally, findings, repeats)
 
 
 def row_print(row: StoredRow) -> tuple[int, int]:
-    """Return the fingerprint of a row's event."""
     fields = TagFields(row.source, row.seq, 0, 0, row.tags)
     return fingerprint(str(row.partition), row.offset, row.time_ms, row.key, row.headers, row.value or b"", fields)
 
 
-def _is_visible(row: RowKey, marks: Mapping[Partition, int], erased: Erasures) -> bool:
-    """Return whether readers see a row: its partition's mark has passed it, and it was not erased."""
-    if row.offset > marks.get(row.partition, row.offset):
-        return False
-    return row.source not in erased or not erased[row.source].covers(str(row.partition), row.offset)
+def _is_erased(erased: Erasures, row: RowKey) -> bool:
+    return row.source in erased and erased[row.source].covers(str(row.partition), row.offset)
 
 
 def _misnumbered(tag: str, numbers: NumberCheck, since_ms: int) -> Iterator[Finding]:
@@ -225,44 +249,244 @@ def _misnumbered(tag: str, numbers: NumberCheck, since_ms: int) -> Iterator[Find
 
 
 def _miscounted(
-    shards: Shards, shard: int, tag: str, ends: dict[str, int], issued: Mapping[str, int], since_ms: int
+    shards: Shards, tag: str, ends: Mapping[str, int], issued: Mapping[str, int], since_ms: int
 ) -> Iterator[Finding]:
     """Yield sources whose last row has another number than the last that the shard has given out."""
     wrong = [source for source, last in ends.items() if last != issued.get(source, 0)]
-    for at in range(0, len(wrong), PAGE):
-        part = wrong[at : at + PAGE]
-        (numbers,) = read_progress(shards, [(shard, tag, part)])
-        for source, now in zip(part, numbers, strict=True):
-            last, before = ends[source], issued.get(source, 0)
-            # The shard may have gone on since its numbers were read, and the rows with it.
-            if before <= last <= now.number or (last < before and now.ms < since_ms):
+    for source, now in progress_of(shards, tag, wrong):
+        last, before = ends[source], issued.get(source, 0)
+        # The shard may have gone on since its numbers were read, and the rows with it.
+        if before <= last <= now.number or (last < before and now.ms < since_ms):
+            continue
+        if not now.partition:
+            continue  # another program wrote it: the shard has given out no number
+        detail = f"the last row has number {last}, and the shard has given out {now.number}"
+        yield Finding("numbers", tag, "", source, now.number, last, detail)
+
+
+# The rebuild.
+
+
+def _level(shards: Shards) -> None:
+    """Raise the floors of each partition to the highest that it has in any shard.
+
+    Rebuilt rows get no timestamp after the floor of their partition in the tag's shard, since future rows may get that
+    one; but a shard without records of a partition for long may have a floor that is long past.
+    """
+    times: dict[Partition, int] = {}
+    for floors in read_floors(shards, range(shards.options.shards)):
+        times |= {partition: max(ms, times.get(partition, ms)) for partition, ms in floors.items()}
+    epoch = 0
+    for _ in range(ATTEMPTS):
+        try:
+            raise_floors(shards, epoch, times)
+            return
+        except StaleDriver as error:  # floors are raised in the name of the running driver
+            epoch = error.stored
+    raise StaleDriver(VIEW, 0, epoch)
+
+
+class RestoreItem(NamedTuple):
+    """One row of the Spark job; a tag's items come in the order in which it is restored."""
+
+    kind: int
+    partition: str
+    offset: int
+    time_ms: int
+    ms: int
+    """The millisecond that it asks for its timestamp."""
+    body: bytes
+
+
+class ExistingRow(RowKey, frozen=True, kw_only=True, array_like=True):
+    """A row of the store."""
+
+    prints: tuple[int, int]
+    carried: tuple[int, Body] | None
+    """Time and contents, if Kafka no longer has the record."""
+
+
+_decode_row = msgspec.msgpack.Decoder(ExistingRow).decode
+_decode_numbering = msgspec.msgpack.Decoder(BackwardNumbering).decode
+
+
+def survey(plan: RebuildPlan, shards: Shards, rows: RowWalk, tag: str) -> Iterator[tuple[Any, ...]]:
+    """Yield the items of a tag's rows and of its numbering.
+
+    The last numbers of sources are read first: those that were given out by then have their rows.
+    """
+    shard = shard_of(tag, shards.options.shards)
+    issued = {source: each.number for source, each in read_all_progress(shards, tag).items()}
+    (floors,) = read_floors(shards, [shard])
+    ceilings = {str(partition): ms for partition, ms in floors.items()}
+    assert plan.start.marks is not None
+    marks, bounds = plan.start.marks[shard], plan.work.extent.shards[shard]
+    live: dict[str, NumberingEnd] = {}
+    for row in rows.rows(tag):
+        label, ms = str(row.partition), ms_of(row.timeuuid)
+        if row.offset > marks.get(row.partition, NOTHING):
+            first = live.get(row.source)
+            if first is None or row.tag_seq < first.number:
+                live[row.source] = NumberingEnd(row.tag_seq, ms, label)
+            ceilings[label] = min(ms, ceilings.get(label, ms))
+            continue
+        carried = None
+        if row.offset < bounds.get(row.partition, (1 << 62, 0))[0]:
+            carried = row.time_ms, Body(row.key, row.headers, row.value or b"", row.source, row.seq, row.tags)
+        key = {name: getattr(row, name) for name in RowKey.__struct_fields__}
+        existing = ExistingRow(**key, prints=row_print(row), carried=carried)
+        yield tag, ROW, label, row.offset, None, ms, _encode(existing)
+    yield tag, NUMBERING, "", NOTHING, None, None, _encode(BackwardNumbering({}, ceilings))
+    for source in issued.keys() | live.keys():
+        end = NumberingEnd.of(issued.get(source, 0), live.get(source))
+        yield tag, NUMBERING, "", NOTHING, None, None, _encode(BackwardNumbering({source: end}, {}))
+
+
+class RowRestorer:
+    def __init__(self, plan: RebuildPlan, options: TagsPlan, shards: Shards) -> None:
+        self._plan, self._shards = plan, shards
+        self._span_ms = milliseconds(options.tags.span)
+        # Not the writer of this process: it believes buckets to be listed, and the listing may be lost.
+        self._writer = None if plan.dry_run else RowWriter(connected(_store(options)), options.tags.batch)
+
+    def restore(self, tag: str, items: Iterable[RestoreItem]) -> RestoredRows:
+        """Restore a tag, given its numbering, and then the items of each event, the last event first."""
+        erased = self._plan.work.erased.get(tag, {})
+        since_ms = self._plan.work.copy.kept_since(tag, self._plan.now_ms) or -(1 << 62)
+        numbering = BackwardNumbering({}, {})
+        events = before = added = written = deleted = 0
+        buckets: set[int] = set()
+        new: list[StoredRow] = []
+        old: list[RowKey] = []
+        for (label, offset), group in groupby(items, key=lambda item: (item.partition, item.offset)):
+            if not label:
+                for part in (_decode_numbering(item.body) for item in group):
+                    numbering.ends |= part.ends
+                    numbering.ceilings |= part.ceilings
                 continue
-            if not now.partition:
-                continue  # another program wrote it: the shard has given out no number
-            detail = f"the last row has number {last}, and the shard has given out {now.number}"
-            yield Finding("numbers", tag, "", source, now.number, last, detail)
+            existing, event, ms = _sort_out(group, erased)
+            before += len(existing)
+            row = right = None
+            # An event without a row whose timestamp has expired gets none.
+            if event is not None and (existing or numbering.next_ms(event[1].source, label, ms) >= since_ms):
+                number, ms = numbering.give(event[1].source, label, ms)
+                row = self._row(tag, _parse_partition(label), offset, number, ms, *event)
+                events += 1
+                added += not existing
+                same = [each for each in existing if each.clustering == row.clustering]
+                right = next((each for each in same if each.prints == row_print(row)), None)
+                if right is None:
+                    new.append(row)
+                    buckets.add(row.bucket_ms)
+            for each in existing:
+                # A row that is overwritten under its own key must not be deleted.
+                is_in_place = row is not None and each.bucket_ms == row.bucket_ms and each.clustering == row.clustering
+                if each is not right and not (right is None and is_in_place):
+                    old.append(each)
+            if len(new) + len(old) >= AT_ONCE:
+                written, deleted = written + len(new), deleted + len(old)
+                self._change(tag, new, old)
+                new, old = [], []
+        written, deleted = written + len(new), deleted + len(old)
+        self._change(tag, new, old)
+        verdict = REBUILT if written or deleted else SAME
+        return RestoredRows(tag, verdict, events, before, len(buckets), deleted, added, written)
+
+    def _row(
+        self, tag: str, partition: Partition, offset: int, number: int, ms: int, time_ms: int, body: Body
+    ) -> StoredRow:
+        return StoredRow(
+            tag=tag,
+            bucket_ms=bucket_start(ms, self._span_ms),
+            span_ms=self._span_ms,
+            timeuuid=make_timeuuid(ms, offset, partition),
+            source=body.source,
+            tag_seq=number,
+            seq=body.seq,
+            partition=partition,
+            offset=offset,
+            time_ms=time_ms,
+            key=body.key,
+            headers=body.headers,
+            value=body.value,
+            tags=body.tags,
+        )
+
+    def _change(self, tag: str, new: Sequence[StoredRow], old: Sequence[RowKey]) -> None:
+        """Write the right rows, then delete the wrong ones."""
+        if self._writer is None or not (new or old):
+            return
+        shard = shard_of(tag, self._shards.options.shards)
+        answer = self._shards.call(shard, "fence", LOGS, self._plan.token)
+        if answer[0] == b"stale":
+            raise StaleUpkeep(self._plan.token, int(answer[1]))
+        self._writer.write(new)
+        failpoint("rows-written")
+        self._writer.delete(old)
+        failpoint("rows-deleted")
+
+
+def _sort_out(group: Iterable[RestoreItem], erased: Erasures) -> tuple[list[ExistingRow], tuple[int, Body] | None, int]:
+    """Return an event's rows, its time and contents if it belongs to the tag, and the timestamp that it asks for.
+
+    It belongs there if Kafka has its record, or if Kafka no longer has it and it was not erased.
+    """
+    existing: list[ExistingRow] = []
+    event: tuple[int, Body] | None = None
+    asked = 0
+    for item in group:
+        asked = item.ms
+        if item.kind == ROW:
+            existing.append(_decode_row(item.body))
+        else:
+            event = item.time_ms, decode_body(item.body)
+    if event is None:
+        for each in sorted(existing, key=lambda row: row.tag_seq):
+            if each.carried is not None and not _is_erased(erased, each):
+                event = each.carried
+    return existing, event, asked
+
+
+def _surveyed(plan: RebuildPlan, store: CassandraSettings, tags: list[str]) -> Iterator[pa.RecordBatch]:
+    """Yield the items of tags, in a task."""
+    if not tags:
+        return
+    with closing(plan.work.open()) as shards, RowWalk(store) as rows:
+        for tag in tags:
+            items = survey(plan, shards, rows, tag)
+            while chunk := list(_some(items)):
+                yield arrow_batch(_ITEMS, chunk)
+
+
+def _some(items: Iterator[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    """Yield the next items, up to about a mebibyte."""
+    size = 0
+    for item in items:
+        yield item
+        size += 200 + len(item[-1])
+        if size > 1 << 20:
+            return
+
+
+def _restored(plan: RebuildPlan, options: TagsPlan, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Restore the tags whose items come, one after the other; yield the outcome of each."""
+    with closing(plan.work.open()) as shards:
+        restorer = RowRestorer(plan, options, shards)
+        items = (item for batch in batches for item in zip(*(c.to_pylist() for c in batch.columns), strict=True))
+        for tag, group in groupby(items, key=lambda item: item[0]):
+            yield outcome_batch(restorer.restore(tag, (RestoreItem(*item) for _, *item in group)))
+
+
+# Erasing.
 
 
 class RowErasing(Erasing):
-    """Erases a source from rows."""
-
-    def __init__(
-        self,
-        settings: Settings,
-        source: str,
-        tag: str | None = None,
-        *,
-        reached: Callable[[str], None] = failpoint,
-    ) -> None:
-        super().__init__(source, tag, reached)
-        self._options, self._batch = CassandraOptions.of(settings.cassandra), settings.tags.batch
-
     def look(self, shards: Shards) -> dict[str, object]:
-        with RowWalk(self._options) as self._rows:
+        with RowWalk(self._settings.cassandra) as self._rows:
             return super().look(shards)
 
     def run(self, shards: Shards, lease: JobLease) -> None:
-        with RowWalk(self._options) as self._rows:
+        with RowWalk(self._settings.cassandra) as self._rows:
             super().run(shards, lease)
 
     def _tags(self, shards: Shards) -> Iterable[str]:
@@ -278,7 +502,8 @@ class RowErasing(Erasing):
         self, shards: Shards, staging: Staging, lease: JobLease, tag: str, found: SourceEvents, erased: Erasure
     ) -> str:
         """Delete the source's rows up to the marks."""
-        store, covered = writer(self._options, self._batch), self._covered(tag, found.marks)
+        store = writer(self._settings.cassandra, self._settings.tags.batch)
+        covered = self._covered(tag, found.marks)
         while some := list(islice(covered, AT_ONCE)):
             lease.check()
             store.delete(some)
@@ -286,7 +511,6 @@ class RowErasing(Erasing):
         return ERASED
 
     def _covered(self, tag: str, marks: Mapping[Partition, int]) -> Iterator[RowKey]:
-        """Yield the source's rows up to the marks."""
         for row in self._rows.narrow(tag):
             if row.source == self._source and row.offset <= marks.get(row.partition, NOTHING):
                 yield row
