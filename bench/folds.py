@@ -48,7 +48,7 @@ from bench.peers.task import Task
 from bench.servers import servers
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
-from tailrace.views.folds.folder import Folder
+from tailrace.views.folds.write import Folder
 
 ROOT = Path(__file__).parent.parent
 

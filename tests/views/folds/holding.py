@@ -53,7 +53,7 @@ class Holder:
         taken = RuleReader(rule).read(msgspec.json.encode(value))
         assert isinstance(taken, RuleInput)
         shard = rule.shard(taken.group, self.shards.options.shards)
-        folding = rule.folding()
+        folding = rule.folding
         while True:
             ((held,),), _ = self._folds.read([(shard, rule, [taken.group])])
             clumps = folding.load(held.state) if held.state else []

@@ -11,8 +11,8 @@ import msgspec
 
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.views.folds.collect import Collect
-from tailrace.views.folds.driver import Emitter
 from tailrace.views.folds.model import Rule, Windows
+from tailrace.views.folds.store import Emitter
 from tests.writing import NOON, Record, Writer
 
 RULE = Rule(

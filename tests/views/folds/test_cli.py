@@ -12,7 +12,7 @@ import pytest
 import tailrace
 from tailrace.errors import BadRequest, TailraceError
 from tailrace.log.event import iso_time
-from tailrace.testing.service import ServiceThread
+from tailrace.testing.installation import ServiceThread
 from tailrace.views.folds.cli import read_group
 from tests.command_line import on_a_terminal, rows, run
 from tests.http.parts import Serve, Streams

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tailrace.log.event import iso_time
-from tailrace.testing.service import ServiceThread
+from tailrace.testing.installation import ServiceThread
 from tailrace.valkey.shards import StoreOptions
 from tests.http.parts import Serve, problem
 from tests.views.folds.holding import RULES, SEED, Holder, flush, hold, rule_of

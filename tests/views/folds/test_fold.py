@@ -126,8 +126,8 @@ def _fold(windows: Windows, members: Sequence[tuple[Time, Input]]) -> ClosedFold
         add_offset(spans.setdefault(x.partition, [x.offset, x.offset, 0]), x.offset)
         for c, state, taken in zip(RULE.collect, values, x.extracts, strict=True):
             if taken is not None:
-                COLLECTORS[c.kind].add(state, taken, x.position)
-    head, latest = min(x.position for _, x in members), max(x.time for _, x in members)
+                COLLECTORS[c.kind].add(state, taken, x[:3])
+    head, latest = min(x[:3] for _, x in members), max(x.time for _, x in members)
     clump = Clump(opened, last, head, latest, len(members), 0, spans, values)
     if len(members) == windows.max_count:
         return ClosedFold(clump, int(last), "max_count")
@@ -138,7 +138,7 @@ def _fold(windows: Windows, members: Sequence[tuple[Time, Input]]) -> ClosedFold
 def _in_order(windows: Windows, timed: Sequence[tuple[Time, Input]]) -> list[ClosedFold]:
     """Return the folds that one reader would find who sees all events in the order of time: what is right."""
     found: list[list[tuple[Time, Input]]] = []
-    for time, x in sorted(timed, key=lambda pair: (pair[0], pair[1].position)):
+    for time, x in sorted(timed, key=lambda pair: (pair[0], pair[1][:3])):
         fold = found[-1] if found else []
         if (
             not fold

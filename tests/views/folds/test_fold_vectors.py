@@ -264,7 +264,7 @@ def test_v16_six_posts_of_two_accounts_are_two_folds() -> None:
     rule = Rule(
         "accounts", "posts", (("account_id",),), (Collect("metrics", "keys", ("metrics",)),), Windows(1000, 10_000)
     )
-    reader, folding = RuleReader(rule), rule.folding()
+    reader, folding = RuleReader(rule), rule.folding
     groups: Held = {}
     new = 0
     for offset, value in enumerate(SEED):

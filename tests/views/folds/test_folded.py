@@ -25,7 +25,7 @@ RULE = Rule(
 
 def _closed(rule: Rule, *events: tuple[int, str, int, bytes]) -> tuple[bytes, ClosedFold]:
     """Return the group and the one fold of events that are given in any order."""
-    reader, folding, clumps, group = RuleReader(rule), rule.folding(), [], b""  # type: ignore[var-annotated]
+    reader, folding, clumps, group = RuleReader(rule), rule.folding, [], b""  # type: ignore[var-annotated]
     for time, source, offset, value in events:
         taken = reader.read(value)
         assert isinstance(taken, RuleInput)
@@ -103,7 +103,7 @@ def test_its_key_leads_to_the_stream_of_its_rule() -> None:
 
 def test_a_late_event_names_the_fold_and_is_told_with_its_own_time() -> None:
     rule = msgspec.structs.replace(RULE, group=())
-    folding, clumps = rule.folding(), []  # type: ignore[var-annotated]
+    folding, clumps = rule.folding, []  # type: ignore[var-annotated]
     taken = RuleReader(rule).read(b"{}")
     assert isinstance(taken, RuleInput)
     folding.absorb(clumps, [Input(NOON, "posts:0", 5, taken.size, taken.extracts)], NOON)

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from tailrace.log.event import iso_time
-from tailrace.testing.service import ServiceThread
+from tailrace.testing.installation import ServiceThread
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.folds.model import Windows
 from tests.http.parts import Serve, Streams, problem

@@ -148,7 +148,7 @@ def test_an_event_adds_no_more_bytes_than_was_said(document: dict[str, Any]) -> 
     taken = RuleReader(rule).read(json.dumps(document).encode())
     assert isinstance(taken, RuleInput)
     clumps: list[Any] = []
-    rule.folding().absorb(clumps, [Input(0, "posts:0", 0, taken.size, taken.extracts)], 0)
+    rule.folding.absorb(clumps, [Input(0, "posts:0", 0, taken.size, taken.extracts)], 0)
     assert OFFSET_BYTES <= clumps[0].size <= taken.size
 
 

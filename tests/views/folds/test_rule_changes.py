@@ -8,9 +8,9 @@ import pytest
 from tailrace.errors import StaleDriver
 from tailrace.valkey.shards import StoreOptions, enlist
 from tailrace.views.folds.collect import Collect
-from tailrace.views.folds.driver import Emitter, enforce
+from tailrace.views.folds.driver import enforce
 from tailrace.views.folds.model import Rule
-from tailrace.views.folds.store import FoldStore, applied_rules
+from tailrace.views.folds.store import Emitter, FoldStore, applied_rules
 from tests.views.folds.rig import RULE, FoldRig, post
 from tests.writing import NOON
 

@@ -63,7 +63,7 @@ def test_a_list_reads_its_topics_and_a_pattern_never_what_rules_write() -> None:
             fed={"group": "a", "quiet": "1s"},
         )
     )
-    outputs = outputs_of(rules)
+    outputs = outputs_of(rules.values())
     assert outputs == {"folds.named", "folds.all", "folds.some", "folds.fed", "seen"}
 
     def readers(topic: str) -> list[str]:

@@ -7,8 +7,7 @@ period; its ``max_wait`` has the configured proportion to it, ``max_count`` and 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -40,8 +39,8 @@ from tailrace.errors import BadRequest, RuleNotFound
 
 if TYPE_CHECKING:
     from tailrace.api.answers import EmittedFolds
+    from tailrace.client.river import Group
     from tailrace.config.settings import Settings
-    from tailrace.views.folds.client import Group
 
 PICTURES = (".png", ".svg")
 GROUP_HELP = "A JSON array or object; any other text is the group's only part."
@@ -207,27 +206,6 @@ def folds_tune(
     run_tune(stack.settings(), name, since=since, windows=windows or [], json=stack.json, plot=plot)
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """Result of one candidate. A delay is from an event's time to the due time of its fold."""
-
-    rule: str
-    quiet: str
-    max_wait: str
-    configured: bool
-    inputs: int
-    folds: int
-    ratio: float
-    """1 − folds / inputs."""
-    delay_mean_ms: float
-    delay_p50_ms: int
-    delay_p99_ms: int
-    premature: int
-    """Folds that opened less than twice ``quiet`` after the last event of a fold that ended by ``quiet``."""
-    reasons: dict[str, int]
-    quiet_ms: int
-
-
 def run_tune(
     settings: Settings,
     rule: str,
@@ -247,49 +225,55 @@ def run_tune(
         from tailrace.config.values import format_duration
         from tailrace.log.event import iso_time, parse_time
         from tailrace.upkeep.job import now_ms
-        from tailrace.views.folds.tune import known_rules, rule_named, tune
+        from tailrace.views.folds.tune import tune
 
     def duration(ms: int) -> str:
         return format_duration(timedelta(milliseconds=ms))
 
-    configured = rule_named(known_rules(settings), rule).windows
     since_ms = parse_time(since, now_ms())
     quiets = [quiet_ms(text) for text in windows]
     if plot is not None:
-        _check_picture(plot)
+        if plot.suffix.lower() not in PICTURES:
+            raise BadRequest(f"cannot draw to {str(plot)!r}: a name that ends in {' or '.join(PICTURES)}")
+        if not plot.parent.is_dir():
+            raise BadRequest(f"cannot draw to {str(plot)!r}: there is no folder {str(plot.parent)!r}")
+        with needs("plot"):
+            import matplotlib  # noqa: F401
     if spark is None:
         step_aside()
     tuned = tune(settings, rule, since_ms=since_ms, quiets_ms=quiets, spark=spark)
-    rows = [
-        Prediction(
-            rule=rule,
-            quiet=duration(tried.quiet_ms),
-            max_wait=duration(tried.max_wait_ms),
-            configured=tried == configured,
-            inputs=figures.inputs,
-            folds=figures.folds,
-            ratio=figures.ratio,
-            delay_mean_ms=round(figures.mean_ms, 1),
-            delay_p50_ms=figures.percentile_ms(0.5),
-            delay_p99_ms=figures.percentile_ms(0.99),
-            premature=figures.premature,
-            reasons=figures.reasons,
-            quiet_ms=tried.quiet_ms,
-        )
+    configured = tuned.rule.windows
+    # A delay is from an event's time to the due time of its fold.
+    rows: list[dict[str, Any]] = [
+        {
+            "rule": rule,
+            "quiet": duration(tried.quiet_ms),
+            "max_wait": duration(tried.max_wait_ms),
+            "configured": tried == configured,
+            "inputs": figures.inputs,
+            "folds": figures.folds,
+            "ratio": figures.ratio,
+            "delay_mean_ms": round(figures.mean_ms, 1),
+            "delay_p50_ms": figures.percentile_ms(0.5),
+            "delay_p99_ms": figures.percentile_ms(0.99),
+            "premature": figures.premature,
+            "reasons": figures.reasons,
+            "quiet_ms": tried.quiet_ms,
+        }
         for tried, figures in tuned.figures
     ]
     print_rows(
         rows,
         {
-            "quiet": lambda row: row.quiet,
-            "max wait": lambda row: row.max_wait,
-            "folds": lambda row: row.folds,
-            "ratio": lambda row: f"{100 * row.ratio:.2f}%",
-            "mean delay": lambda row: f"{row.delay_mean_ms / 1000:,.3f}s",
-            "p50": lambda row: f"{row.delay_p50_ms / 1000:,.3f}s",
-            "p99": lambda row: f"{row.delay_p99_ms / 1000:,.3f}s",
-            "premature": lambda row: row.premature,
-            "": lambda row: "configured" if row.configured else "",
+            "quiet": lambda row: row["quiet"],
+            "max wait": lambda row: row["max_wait"],
+            "folds": lambda row: row["folds"],
+            "ratio": lambda row: f"{100 * row['ratio']:.2f}%",
+            "mean delay": lambda row: f"{row['delay_mean_ms'] / 1000:,.3f}s",
+            "p50": lambda row: f"{row['delay_p50_ms'] / 1000:,.3f}s",
+            "p99": lambda row: f"{row['delay_p99_ms'] / 1000:,.3f}s",
+            "premature": lambda row: row["premature"],
+            "": lambda row: "configured" if row["configured"] else "",
         },
         json=json,
     )
@@ -323,29 +307,26 @@ def quiet_ms(text: str) -> int:
     return duration
 
 
-def draw(rows: Sequence[Prediction], file: Path) -> None:
+def draw(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
     """Draw ratio and delays against the window, one above the other."""
     from matplotlib.figure import Figure
 
-    windows = [row.quiet_ms / 1000 for row in rows]
-    (configured,) = [row.quiet_ms / 1000 for row in rows if row.configured]
+    windows = [row["quiet_ms"] / 1000 for row in rows]
+    (configured,) = [row["quiet_ms"] / 1000 for row in rows if row["configured"]]
     figure = Figure(figsize=(8, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
-    above.plot(windows, [100 * row.ratio for row in rows], marker="o", label="folding ratio")
+    above.plot(windows, [100 * row["ratio"] for row in rows], marker="o", label="folding ratio")
     above.set_ylabel("ratio (%)")
-    above.set_title(f"{rows[0].rule}: {rows[0].inputs:,} events")
-    for label, delays in (
-        ("p99", [row.delay_p99_ms for row in rows]),
-        ("mean", [row.delay_mean_ms for row in rows]),
-        ("p50", [row.delay_p50_ms for row in rows]),
-    ):
+    above.set_title(f"{rows[0]['rule']}: {rows[0]['inputs']:,} events")
+    for label in ("p99", "mean", "p50"):
         # A logarithmic axis cannot show 0; times are in whole milliseconds, so draw less than one as one.
-        below.plot(windows, [max(delay, 1) / 1000 for delay in delays], marker="o", label=label)
+        delays = [max(row[f"delay_{label}_ms"], 1) / 1000 for row in rows]
+        below.plot(windows, delays, marker="o", label=label)
     below.set_ylabel("added delay (s)")
     below.set_xlabel("quiet")
     below.set_xscale("log")
     below.set_yscale("log")
-    below.set_xticks(windows, [row.quiet for row in rows], rotation=30)
+    below.set_xticks(windows, [row["quiet"] for row in rows], rotation=30)
     below.set_xticks([], minor=True)
     for axes in (above, below):
         axes.axvline(configured, color="grey", linestyle=":", label="configured")
@@ -355,12 +336,3 @@ def draw(rows: Sequence[Prediction], file: Path) -> None:
         figure.savefig(file)
     except OSError as error:
         raise BadRequest(f"cannot write {file}: {error.strerror}") from None
-
-
-def _check_picture(file: Path) -> None:
-    if file.suffix.lower() not in PICTURES:
-        raise BadRequest(f"cannot draw to {str(file)!r}: a name that ends in {' or '.join(PICTURES)}")
-    if not file.parent.is_dir():
-        raise BadRequest(f"cannot draw to {str(file)!r}: there is no folder {str(file.parent)!r}")
-    with needs("plot"):
-        import matplotlib  # noqa: F401

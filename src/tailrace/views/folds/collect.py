@@ -103,7 +103,7 @@ class Set(Collector):
         return grown
 
     def result(self, state: Any) -> bytes:
-        return b"[" + b",".join(self._json(m) for m, _ in sorted(state.items(), key=_by_position)) + b"]"
+        return b"[" + b",".join(self._json(m) for m, _ in sorted(state.items(), key=operator.itemgetter(1))) + b"]"
 
     def _json(self, member: Any) -> bytes:
         return bytes(member)
@@ -143,23 +143,28 @@ class Items(Set):
 
 
 class First(Collector):
-    """The value at the path in the first event that has one."""
+    """The value at the path in the first event that has one. A state is the rank of the value, and the value."""
 
     kind = "first"
     _wins = staticmethod(operator.lt)
-    """Compares a position with that of the value so far."""
+    """Compares a rank with that of the value so far."""
+    _rank_bytes = POSITION_BYTES
+
+    def _rank(self, extract: bytes, position: Position) -> Any:
+        return position
 
     def extract(self, found: bytes | None, value: bytes) -> Any:
         return found
 
     def weigh(self, extract: Any) -> int:
-        return len(extract) + POSITION_BYTES
+        return len(extract) + self._rank_bytes
 
     def add(self, state: Any, extract: Any, position: Position) -> int:
-        if state and not self._wins(position, state[0]):
+        rank = self._rank(extract, position)
+        if state and not self._wins(rank, state[0]):
             return 0
-        grown = len(extract) - len(state[1]) if state else len(extract) + POSITION_BYTES
-        state[:] = (position, extract)
+        grown = len(extract) - len(state[1]) if state else len(extract) + self._rank_bytes
+        state[:] = (rank, extract)
         return grown
 
     def merge(self, state: Any, other: Any) -> int:
@@ -185,32 +190,26 @@ class LastValue(First):
     _wins = staticmethod(operator.gt)
 
 
-class Min(Collector):
+class Min(First):
     """The smallest number at the path; if there are only strings, the first by code points."""
 
     kind = "min"
-    _wins = staticmethod(operator.lt)
+    _rank_bytes = 0
+
+    def _rank(self, extract: bytes, position: Position) -> Any:
+        number = parse_number(extract)
+        return (0, number, extract) if number is not None else (1, msgspec.json.decode(extract), extract)
 
     def extract(self, found: bytes | None, value: bytes) -> Any:
         if found is None or (parse_number(found) is None and found[:1] != b'"'):
             return None
         return found
 
-    def weigh(self, extract: Any) -> int:
-        return len(extract)
+    def dump(self, state: Any, numbers: Mapping[str, int]) -> Any:
+        return state[1:]
 
-    def add(self, state: Any, extract: Any, position: Position) -> int:
-        if state and not self._wins(_rank(extract), _rank(state[0])):
-            return 0
-        grown = len(extract) - (len(state[0]) if state else 0)
-        state[:] = (extract,)
-        return grown
-
-    def merge(self, state: Any, other: Any) -> int:
-        return self.add(state, other[0], (0, "", 0)) if other else 0
-
-    def result(self, state: Any) -> bytes:
-        return state[0] if state else b"null"
+    def load(self, dumped: Any, partitions: Sequence[str]) -> Any:
+        return [self._rank(dumped[0], (0, "", 0)), dumped[0]] if dumped else []
 
 
 class Max(Min):
@@ -337,15 +336,6 @@ class Collect(msgspec.Struct, frozen=True):
     name: str
     kind: str
     path: FieldPath = ()
-
-
-def _by_position(item: tuple[Any, Any]) -> Any:
-    return item[1]
-
-
-def _rank(raw: bytes) -> tuple[int, Any, bytes]:
-    number = parse_number(raw)
-    return (0, number, raw) if number is not None else (1, msgspec.json.decode(raw), raw)
 
 
 def _add_exactly(state: list[int], number: int, bits: int) -> None:

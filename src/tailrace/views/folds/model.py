@@ -33,7 +33,9 @@ import hashlib
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate, chain
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeAlias
 from zlib import crc32
 
@@ -97,10 +99,6 @@ class Input(NamedTuple):
     """Rough upper bound of what the event adds to a fold; computed exactly near ``max_bytes``."""
     extracts: Sequence[Any]
     """For each collector, what it takes of the event; None for nothing."""
-
-    @property
-    def position(self) -> Position:
-        return self.time, self.partition, self.offset
 
 
 class Clump(msgspec.Struct, eq=False):
@@ -396,8 +394,7 @@ class Folding:
         return found
 
 
-def _opened(clump: Clump) -> Time:
-    return clump.opened
+_opened = attrgetter("opened")
 
 
 def _count(clumps: Iterable[Clump]) -> int:
@@ -423,7 +420,7 @@ def unpack_offsets(packed: Sequence[int]) -> list[int]:
     return sorted(chain.from_iterable(map(range, edges[::2], edges[1::2])))
 
 
-class Rule(msgspec.Struct, frozen=True):
+class Rule(msgspec.Struct, frozen=True, dict=True):
     """A rule. It is plain data: the driver sends it to Spark's tasks and stores it beside its folds."""
 
     name: str
@@ -441,13 +438,13 @@ class Rule(msgspec.Struct, frozen=True):
     raw: str = ""
     """Topic to which the folded events are forwarded unchanged; none if empty."""
 
-    @property
+    @cached_property
     def definition(self) -> str:
         """Hash of all that stored states depend on: rules of equal definitions can read each other's states."""
         parts = (FORMAT, self.group, self.collect)
         return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:8]
 
-    @property
+    @cached_property
     def key_suffix(self) -> str:
         """Suffix of the keys of its open folds; another definition of the rule has other keys."""
         return f"{self.name}:{self.definition}"
@@ -455,6 +452,7 @@ class Rule(msgspec.Struct, frozen=True):
     def shard(self, group: bytes, shards: int) -> int:
         return shard_of(f"{self.name}:{group.decode()}", shards)
 
+    @cached_property
     def folding(self) -> Folding:
         return Folding(self.collect, self.windows)
 

@@ -16,9 +16,10 @@ import asyncio
 import math
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+from itertools import chain
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from fastapi import Depends, Path, Request, Response
@@ -53,7 +54,7 @@ from tailrace.http.service import LogService, Service, ViewService
 from tailrace.log.event import iso_time
 from tailrace.metrics import FoldMetrics
 from tailrace.valkey.shards import Command, mapping
-from tailrace.views.folds.model import Folding, Rule, Windows, parse_group, stream_of
+from tailrace.views.folds.model import Rule, Windows, parse_group, stream_of
 from tailrace.views.folds.store import (
     COUNTERS,
     VIEW,
@@ -62,23 +63,20 @@ from tailrace.views.folds.store import (
     GroupChange,
     StoredGroup,
     call_batches,
+    close_folds,
     decode_applied,
     decode_group,
     decode_numbers,
-    flush_change,
     rules_of,
     settle_arguments,
     with_windows,
 )
-
-Reason: TypeAlias = Literal["flush", "deleted"]
 
 AT_ONCE = 50
 """Groups whose states are read in one round trip."""
 TRIES = 50
 PAUSE_S = 0.01
 
-_encode = msgspec.json.Encoder().encode
 _decode_windows = msgspec.json.Decoder(dict[str, Any]).decode
 _decode_body = msgspec.json.Decoder(GroupBody).decode
 _decode_array = msgspec.json.Decoder(list[msgspec.Raw]).decode
@@ -135,6 +133,12 @@ def _describe(
 ) -> FoldRule:
     start = f"reason:{rule.name}:"
     inputs, new, emitted, premature = (counters[f"{kind}:{rule.name}"] for kind in COUNTERS)
+    since: FoldTotals | None = None
+    if applied is not None:
+        before = Counter(applied.counts)
+        later, folds = inputs - before["input"], emitted - before["emitted"]
+        early = premature - before["premature"]
+        since = FoldTotals(iso_time(applied.since_ms), later, folds, _ratio(later, folds), early)
     return FoldRule(
         name=rule.name,
         stream=stream_of(rule.name),
@@ -153,20 +157,8 @@ def _describe(
         ratio=_ratio(inputs, emitted),
         premature=premature,
         reasons={field.removeprefix(start): n for field, n in sorted(counters.items()) if field.startswith(start)},
-        since=_since(applied, inputs, emitted, premature) if applied else None,
+        since=since,
         frontier_ms=watermark_ms,
-    )
-
-
-def _since(applied: AppliedRule, inputs: int, emitted: int, premature: int) -> FoldTotals:
-    before = Counter(applied.counts)
-    inputs, emitted = inputs - before["input"], emitted - before["emitted"]
-    return FoldTotals(
-        time=iso_time(applied.since_ms),
-        input=inputs,
-        emitted=emitted,
-        ratio=_ratio(inputs, emitted),
-        premature=premature - before["premature"],
     )
 
 
@@ -229,37 +221,17 @@ async def _due(
     return found[:limit]
 
 
-def _row(rule: Rule, folding: Folding, position: PendingPosition, stored: StoredGroup) -> PendingGroup:
-    clumps = folding.load(stored.state)
+def _row(rule: Rule, position: PendingPosition, stored: StoredGroup) -> PendingGroup:
+    clumps = rule.folding.load(stored.state)
     return PendingGroup(
         payload=msgspec.Raw(rule.group_json(position.group)),
-        folds=len(folding.settle(folding.load(stored.state), math.inf)),
+        folds=len(rule.folding.settle(rule.folding.load(stored.state), math.inf)),
         count=sum(clump.count for clump in clumps),
         first=iso_time(min(clump.head[0] for clump in clumps)),
         last=iso_time(max(clump.latest for clump in clumps)),
         due=iso_time(position.due),
         bytes=sum(clump.size for clump in clumps),
     )
-
-
-async def change_windows(folds: FoldsService, name: str, body: bytes) -> WindowsChange:
-    """Ask for other windows of a rule, on top of what was asked for before; or for those of the settings again.
-
-    WindowsRefused names every problem, by key.
-    """
-    rule, nodes, key = folds.configured(name), folds.nodes, folds.nodes.keys.wanted()
-    requested = _read_windows(body)
-    if requested is None:
-        await nodes.read(0, "HDEL", key, name)
-        return WindowsChange(name=name, windows=_windows_text(rule.windows))
-    stored = await nodes.read(0, "HGET", key, name)
-    wanted = (_decode_windows(stored) if stored else {}) | requested
-    try:
-        rule = with_windows(folds.settings, name, wanted)
-    except ValueError as error:
-        raise WindowsRefused(f"rule {name!r} stays as it is: {error}") from None
-    await nodes.read(0, "HSET", key, name, _encode(wanted))
-    return WindowsChange(name=name, windows=_windows_text(rule.windows))
 
 
 def _read_windows(body: bytes) -> dict[str, Any] | None:
@@ -274,18 +246,6 @@ def _read_windows(body: bytes) -> dict[str, Any] | None:
     if not given or "reset" in given:
         raise BadRequest(f"the body says nothing that can be done: send {wanted}")
     return given
-
-
-async def emit_groups(folds: FoldsService, name: str, body: bytes, reason: Reason) -> EmittedFolds:
-    """Emit the folds of the group that the body names, or of all groups; GroupNotFound if it holds nothing."""
-    group = _read_group(body, await folds.applied(name))
-    flush = _Flush(folds, name, reason)
-    if group is None:
-        return await flush.everything()
-    found = await flush.one(group)
-    if found is None:
-        raise GroupNotFound(name, group.decode())
-    return EmittedFolds(folds=found, groups=1)
 
 
 def _read_group(body: bytes, rule: Rule) -> bytes | None:
@@ -312,57 +272,70 @@ def _read_group(body: bytes, rule: Rule) -> bytes | None:
 class _Flush:
     """One request to flush or delete."""
 
-    def __init__(self, folds: FoldsService, name: str, reason: Reason) -> None:
-        self._folds, self._nodes = folds, folds.nodes
-        self._name, self._reason = name, reason
+    def __init__(self, folds: FoldsService, name: str, reason: Literal["flush", "deleted"]) -> None:
+        self._folds, self._nodes, self._name, self._reason = folds, folds.nodes, name, reason
 
-    async def one(self, group: bytes) -> list[str] | None:
+    async def emit(self, body: bytes) -> EmittedFolds:
+        """Emit the folds of the group that the body names, or of all groups; GroupNotFound if it holds nothing."""
+        group = _read_group(body, await self._folds.applied(self._name))
+        if group is None:
+            return await self._everything()
+        found = await self._one(group)
+        if found is None:
+            raise GroupNotFound(self._name, group.decode())
+        return EmittedFolds(folds=found, groups=1)
+
+    async def _one(self, group: bytes) -> list[str] | None:
         """Emit a group; return the ids of its folds, None when it holds nothing."""
-        keys = self._nodes.keys
         for _ in range(TRIES):
             rule = await self._folds.applied(self._name)
             shard = rule.shard(group, self._nodes.options.shards)
-            stored = decode_group(await self._nodes.read(shard, "HGET", keys.fold(shard, rule.key_suffix), group))
-            if not stored.state:
+            stored = await self._nodes.read(shard, "HGET", self._nodes.keys.fold(shard, rule.key_suffix), group)
+            if stored is None:
                 return None
-            change = self._change(rule, group, stored, await self._watermark(shard))
-            if await self._settle(rule, shard, [change]) == [1]:
-                return _ids(change)
+            ((ids, _),) = await self._settle(rule, shard, {group: stored})
+            if ids is not None:
+                return ids
             await asyncio.sleep(PAUSE_S)
         raise Overloaded(f"the group {group.decode()} of rule {self._name!r} changes all the time: try again")
 
-    async def everything(self) -> EmittedFolds:
+    async def _everything(self) -> EmittedFolds:
         """Emit every group that exists during the whole request."""
-        ids: list[str] = []
-        groups = 0
+        emitted: list[list[str]] = []
         for shard in range(self._nodes.options.shards):
             cursor = 0
             while True:
                 rule = await self._folds.applied(self._name)
                 asked = "HSCAN", self._nodes.keys.fold(shard, rule.key_suffix), cursor, "COUNT", AT_ONCE
                 answer = await self._nodes.read(shard, *asked)
-                cursor, found = int(answer[0]), mapping(answer[1])
-                reached = await self._watermark(shard)
-                changes = [self._change(rule, group, decode_group(text), reached) for group, text in found.items()]
-                for some in call_batches(changes):
-                    for change, done in zip(some, await self._settle(rule, shard, some), strict=True):
-                        emitted = _ids(change) if done else await self.one(change.group)
-                        ids += emitted or ()
-                        groups += emitted is not None
+                for ids, group in await self._settle(rule, shard, mapping(answer[1])):
+                    found = ids if ids is not None else await self._one(group)
+                    emitted += [] if found is None else [found]
+                cursor = int(answer[0])
                 if not cursor:
                     break
-        return EmittedFolds(folds=ids, groups=groups)
+        return EmittedFolds(folds=list(chain.from_iterable(emitted)), groups=len(emitted))
 
-    def _change(self, rule: Rule, group: bytes, stored: StoredGroup, watermark_ms: int) -> GroupChange:
-        """Return the change that emits all of a group, at the watermark or at its last event if that is later.
+    async def _settle(
+        self, rule: Rule, shard: int, stored: Mapping[bytes, bytes]
+    ) -> list[tuple[list[str] | None, bytes]]:
+        """Emit all of some groups, each at the watermark, or at its last event if that is later.
 
-        What is due by then keeps its own reason when it is flushed; nothing does when it is deleted.
+        Return for each the ids of its folds, None if it was changed meanwhile, and the group.
         """
-        folding = rule.folding()
-        now = max(watermark_ms, *(int(clump.last) for clump in folding.load(stored.state)))
-        change = flush_change(rule, folding, group, stored, now, self._reason)
-        assert change is not None, "a stored group is never empty"
-        return change
+        watermark_ms = await self._watermark(shard)
+        changes: list[GroupChange] = []
+        for group, answer in stored.items():
+            held = decode_group(answer)
+            now_ms = max(watermark_ms, *(int(clump.last) for clump in rule.folding.load(held.state)))
+            changes.append(close_folds(rule, group, held, now_ms, self._reason))
+        found: list[tuple[list[str] | None, bytes]] = []
+        for some in call_batches(changes):
+            done = await self._nodes.call(shard, "settle", *settle_arguments(rule, 0, some))
+            for change, is_done in zip(some, done, strict=True):
+                ids = [str(fold[0]).partition("#")[0] for fold in change.folds]
+                found.append((ids if is_done else None, change.group))
+        return found
 
     async def _watermark(self, shard: int) -> int:
         """Return the watermark of a shard.
@@ -378,13 +351,6 @@ class _Flush:
                 "no pipeline has begun in this valkey since it was started: is `tailrace run` running?"
             )
         return int(reached or 0)
-
-    async def _settle(self, rule: Rule, shard: int, changes: Sequence[GroupChange]) -> list[int]:
-        return await self._nodes.call(shard, "settle", *settle_arguments(rule, 0, changes))  # type: ignore[no-any-return]
-
-
-def _ids(change: GroupChange) -> list[str]:
-    return [str(fold[0]).partition("#")[0] for fold in change.folds]
 
 
 async def _folds(service: Here) -> FoldsService:
@@ -422,14 +388,14 @@ async def pending_groups(folds: FoldsHere, name: RuleName, parameters: PageParam
     shards = range(nodes.options.shards)
     by_shard = await asyncio.gather(*(_due(folds, shard, rule.key_suffix, last, limit + 1) for shard in shards))
     due = sorted((position, shard) for shard, positions in enumerate(by_shard) for position in positions)
-    page, folding = due[:limit], rule.folding()
+    page = due[:limit]
     rows: list[PendingGroup] = []
     for begin in range(0, len(page), AT_ONCE):
         some = page[begin : begin + AT_ONCE]
         answers = await nodes.read_all([(s, ("HGET", nodes.keys.fold(s, rule.key_suffix), at.group)) for at, s in some])
         for (position, _), answer in zip(some, answers, strict=True):
             if answer is not None:
-                rows.append(_row(rule, folding, position, decode_group(answer)))
+                rows.append(_row(rule, position, decode_group(answer)))
     return PendingPage(name, rows, str(page[-1][0]) if len(due) > limit else None)
 
 
@@ -440,18 +406,30 @@ async def flush_folds(request: Request, folds: FoldsHere, name: RuleName, parame
     What was due anyway keeps its own reason.
     """
     async with body_of(folds.service, request) as body:
-        return await emit_groups(folds, name, body, "flush")
+        return await _Flush(folds, name, "flush").emit(body)
 
 
 @routes.post("/v1/folds/{name}/delete", 400, 404, 413, 503, body=GROUP_BODY)
 async def delete_folds(request: Request, folds: FoldsHere, name: RuleName, parameters: Parameters) -> EmittedFolds:
     """Drop the folds of a group, or of all groups; they are emitted with the reason `deleted`."""
     async with body_of(folds.service, request) as body:
-        return await emit_groups(folds, name, body, "deleted")
+        return await _Flush(folds, name, "deleted").emit(body)
 
 
 @routes.post("/v1/folds/{name}/windows", 400, 404, 413, 422, 503, body=WINDOWS_BODY)
 async def set_windows(request: Request, folds: FoldsHere, name: RuleName, parameters: Parameters) -> WindowsChange:
     """Change the windows of a rule while it runs; pending folds get their new due time."""
     async with body_of(folds.service, request) as body:
-        return await change_windows(folds, name, body)
+        rule, nodes, key = folds.configured(name), folds.nodes, folds.nodes.keys.wanted()
+        requested = _read_windows(body)
+        if requested is None:
+            await nodes.read(0, "HDEL", key, name)
+            return WindowsChange(name=name, windows=_windows_text(rule.windows))
+        stored = await nodes.read(0, "HGET", key, name)
+        wanted = (_decode_windows(stored) if stored else {}) | requested
+        try:
+            rule = with_windows(folds.settings, name, wanted)
+        except ValueError as error:
+            raise WindowsRefused(f"rule {name!r} stays as it is: {error}") from None
+        await nodes.read(0, "HSET", key, name, msgspec.json.encode(wanted))
+        return WindowsChange(name=name, windows=_windows_text(rule.windows))

@@ -1,14 +1,22 @@
-"""The store of open folds, and the rules as they are applied.
+"""The store of open folds, the emitter that takes out what is due, and the rules as they are applied.
 
 Each group has a state with a version in a hash, and its due time in a sorted set. A writer reads a group and writes it
 back with the version that it read; the store refuses the write if another writer was faster. The pipeline's clients
 block and the service's do not, so plain functions build the commands and read the answers.
+
+The emitter reads what due groups hold, closes what is due at the watermark, and writes the rest back together with the
+folded events. A group changes only if nobody changed it meanwhile, so any number of emitters, in any process, killed at
+any point, emit every fold exactly once; an event that arrives meanwhile makes the shard refuse the change, and is in
+the next try.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,13 +25,14 @@ from pydantic import ValidationError
 
 from tailrace.config.settings import Settings, wanted_by
 from tailrace.config.values import compile_pattern
-from tailrace.errors import StaleDriver
+from tailrace.errors import BrokerUnavailable, PipelineError, StaleDriver, StoreError, StoreUnavailable
 from tailrace.query.value import split_path
-from tailrace.valkey.keys import Keys
 from tailrace.valkey.shards import Arg, Command, Shards, mapping
 from tailrace.views.folds.collect import Collect
-from tailrace.views.folds.model import NEVER, ClosedFold, Folding, Rule, Windows, fold_record
+from tailrace.views.folds.model import NEVER, ClosedFold, Rule, Windows, fold_record
 from tailrace.views.folds.settings import FoldSettings, parse_collect
+
+logger = logging.getLogger(__name__)
 
 VIEW = "folds"
 VERSION_BYTES = 8
@@ -102,28 +111,18 @@ def emit_arguments(
     return tuple(found)
 
 
-def due_change(
-    rule: Rule, folding: Folding, group: bytes, stored: StoredGroup, watermark_ms: int
-) -> GroupChange | None:
-    """Return the change that emits the due folds of a group; None if it has no state."""
-    if not stored.state:
-        return None
-    clumps = folding.load(stored.state)
-    folds = emit_arguments(rule, group, folding.settle(clumps, watermark_ms), watermark_ms)
-    if not clumps:
-        return GroupChange(group, stored.version, b"", 0, folds)
-    return GroupChange(group, stored.version, folding.dump(clumps), folding.due(clumps), folds)
+def close_folds(rule: Rule, group: bytes, stored: StoredGroup, now_ms: int, reason: str = "") -> GroupChange:
+    """Return the change that emits the due folds of a group; with a reason, all of them.
 
-
-def flush_change(
-    rule: Rule, folding: Folding, group: bytes, stored: StoredGroup, now_ms: int, reason: str
-) -> GroupChange | None:
-    """Return the change that emits all folds of a group, for a reason; None if it has no state."""
-    if not stored.state:
-        return None
-    due_ms = now_ms if reason == FLUSH else NEVER
-    finished = folding.flush(folding.load(stored.state), due_ms, reason)
-    return GroupChange(group, stored.version, b"", 0, emit_arguments(rule, group, finished, now_ms))
+    What is due keeps its own reason when the group is flushed; nothing does when it is deleted.
+    """
+    folding, clumps = rule.folding, rule.folding.load(stored.state)
+    if reason:
+        finished = folding.flush(clumps, now_ms if reason == FLUSH else NEVER, reason)
+    else:
+        finished = folding.settle(clumps, now_ms)
+    state, due = (folding.dump(clumps), folding.due(clumps)) if clumps else (b"", 0)
+    return GroupChange(group, stored.version, state, due, emit_arguments(rule, group, finished, now_ms))
 
 
 def settle_arguments(rule: Rule, forget_ms: int, changes: Sequence[GroupChange], epoch: int = 0) -> list[Arg]:
@@ -156,8 +155,7 @@ class FoldStore:
     """The pipeline's client for the groups of its rules; ``epoch`` is the driver's, 0 for other writers."""
 
     def __init__(self, shards: Shards, epoch: int = 0) -> None:
-        self._shards, self._epoch = shards, epoch
-        self._keys: Keys = shards.keys
+        self._shards, self._epoch, self._keys = shards, epoch, shards.keys
 
     def read(
         self, wanted: Sequence[tuple[int, Rule, Sequence[bytes]]]
@@ -194,10 +192,10 @@ class FoldStore:
                 earliest[rule.name] = min(due, earliest.get(rule.name, due))
         return earliest
 
-    def settle(self, rule: Rule, forget_ms: int, shard: int, changes: Iterable[GroupChange | None]) -> int:
+    def settle(self, rule: Rule, forget_ms: int, shard: int, changes: Iterable[GroupChange]) -> int:
         """Make changes in a shard; return how many it refused because another writer was faster."""
         refused = 0
-        for some in call_batches(change for change in changes if change is not None):
+        for some in call_batches(changes):
             answer = self._shards.call(shard, "settle", *settle_arguments(rule, forget_ms, some, self._epoch))
             if answer and answer[0] == b"stale":
                 raise StaleDriver(VIEW, self._epoch, 0)
@@ -216,6 +214,125 @@ class FoldStore:
 def decode_numbers(answer: Any) -> dict[str, int]:
     """Decode a hash of numbers, such as watermarks by rule."""
     return {field.decode(): int(number) for field, number in mapping(answer).items()}
+
+
+AT_ONCE = 500
+"""Groups of one shard that are read in one call, at most."""
+
+AT_ONCE_BYTES = 8 << 20
+"""Bytes wanted from one call; after a larger answer, fewer groups are read the next time."""
+
+IDLE_S = 0.5
+"""Seconds between two publications of the watermark to tasks while nothing can be due."""
+
+
+class Emitter(threading.Thread):
+    """A loop that ends with ``stop``, or with an error in ``failure``.
+
+    Args:
+        watermark: returns the watermark of each of the rules given, as far as it is known.
+        epoch: of the driver that it belongs to; 0 for none.
+        emitted: called when something was emitted.
+    """
+
+    def __init__(
+        self,
+        shards: Shards,
+        rules: Sequence[Rule],
+        watermark: Callable[[Sequence[Rule]], Mapping[str, int]],
+        tick_s: float = 0.1,
+        *,
+        epoch: int = 0,
+        clock: Callable[[], float] = time.time,
+        emitted: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(name="emitter", daemon=True)
+        self._shards, self._store = shards, FoldStore(shards, epoch)
+        self._rules = {rule.name: rule for rule in rules}
+        self._watermark, self._tick_s, self._clock, self._emitted = watermark, tick_s, clock, emitted
+        # A group that is not there yet is due in the shortest quiet period at the earliest.
+        self._longest_pause_s = min([IDLE_S, *(rule.windows.quiet_ms / 2000 for rule in rules)])
+        self._reached: dict[str, int] = {}
+        self._began = False
+        self._last_ms = 0
+        self._at_once = AT_ONCE
+        self._stopping = threading.Event()
+        self.failure: BaseException | None = None
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self.join(timeout=3)
+
+    def run(self) -> None:
+        """Emit what is due until stopped; wait for a broker or a store that is away."""
+        pause, again = self._tick_s, 0.5
+        while not self._stopping.wait(pause):
+            try:
+                pause, again = self.turn(), 0.5
+            except (BrokerUnavailable, StoreUnavailable) as error:
+                logger.warning("emitter: %s; trying again in %.1f s", error, again)
+                pause, again = again, min(2 * again, 5.0)
+            except StoreError as error:
+                self.failure = error
+                break
+            except Exception as error:
+                logger.exception("emitter")
+                self.failure = PipelineError(f"the emitter ended: {type(error).__name__}: {error}")
+                break
+        self._shards.close()
+
+    def turn(self) -> float:
+        """Emit what is due now; return after how many seconds there may be more."""
+        self._begin()
+        rules = list(self._rules.values())
+        due = self._store.earliest(rules)
+        now_ms = round(self._clock() * 1000)
+        # A fold that is not due by the clock is not due at the watermark either, unless time is that of the events.
+        ripe = [r for r in rules if r.name in due and (due[r.name] <= now_ms or r.clock == "event")]
+        wanted = ripe or [rule for rule in rules if rule.name in due]
+        if wanted and (ripe or now_ms - self._last_ms >= 1000 * IDLE_S):
+            self._last_ms = now_ms
+            for name, reached in self._watermark(wanted).items():
+                self._reached[name] = max(reached, self._reached.get(name, reached))
+            known = {rule.name: self._reached[rule.name] for rule in wanted if rule.name in self._reached}
+            self._store.publish_watermarks(known)
+            for name, watermark_ms in known.items():
+                if due[name] <= watermark_ms:
+                    self._settle(self._rules[name], watermark_ms)
+        if ripe:
+            return self._tick_s
+        soonest = min(due.values(), default=now_ms + 1000 * IDLE_S)
+        return max(self._tick_s, min(self._longest_pause_s, (soonest - now_ms) / 1000))
+
+    def _begin(self) -> None:
+        """Resume the watermark of rules that go by event time: events would have to bring it there again."""
+        if self._began:
+            return
+        _, stored = self._store.read([])
+        for name, rule in self._rules.items():
+            if rule.clock == "event" and all(name in shard for shard in stored):
+                self._reached[name] = min(shard[name] for shard in stored)
+        self._began = True
+
+    def _settle(self, rule: Rule, watermark_ms: int) -> None:
+        forget_ms = watermark_ms - 2 * rule.windows.quiet_ms
+        while not self._stopping.is_set():
+            due = self._store.due(rule, watermark_ms, self._at_once)
+            asked = [(shard, rule, groups) for shard, groups in enumerate(due) if groups]
+            if not asked:
+                return
+            held, _ = self._store.read(asked)
+            size = sum(len(each.state) for states in held for each in states)
+            self._at_once = max(1, self._at_once // 2) if size > AT_ONCE_BYTES else min(AT_ONCE, self._at_once * 2)
+            refused = 0
+            for (shard, _, groups), states in zip(asked, held, strict=True):
+                found = [(g, h) for g, h in zip(groups, states, strict=True) if h.state]
+                changes = (close_folds(rule, group, stored, watermark_ms) for group, stored in found)
+                refused += self._store.settle(rule, forget_ms, shard, changes)
+            self._emitted()
+            if refused:
+                # Somebody changed them meanwhile: if they are still due, they are so at the next tick.
+                return
 
 
 WINDOWS = ("quiet", "max_wait", "max_count", "max_bytes", "lateness")
@@ -255,9 +372,9 @@ def rules_of(settings: Settings) -> dict[str, Rule]:
     return {name: rule_of(name, fold) for name, fold in settings.folds.rules.items()}
 
 
-def outputs_of(rules: Mapping[str, Rule]) -> frozenset[str]:
+def outputs_of(rules: Iterable[Rule]) -> frozenset[str]:
     """Return the topics of folded and raw events that rules write to."""
-    return frozenset({topic for rule in rules.values() for topic in (rule.output, rule.raw)} - {""})
+    return frozenset({topic for rule in rules for topic in (rule.output, rule.raw)} - {""})
 
 
 def reads_topic(rule: Rule, topic: str, outputs: frozenset[str]) -> bool:

@@ -2,40 +2,39 @@
 
 One Spark job reads the records of the rule's topics as the pipeline does, sorts the events of each group by (time,
 partition, offset), and folds them once for every candidate. As the events are sorted, a fold is a range of consecutive
-events. A ``Trial`` counts exactly the folds that ``replay``, the rule itself, makes. It is several times faster: it
-asks the rule only about folds that may have become too large, and an upper bound of a fold's size costs nothing.
+events. A ``Trial`` counts exactly the folds that the rule itself makes of them one by one. It is several times faster:
+it asks the rule only about folds that may have become too large, and an upper bound of a fold's size costs nothing.
 
-Invariant: the figures of the configured windows are those of a replay with them. A fold that was open when the past
+Invariant: the figures of the configured windows are those of a replay by the rule. A fold that was open when the past
 begins has lost its first events; one that is open at the end closes when it would be due. Arrival times, the running
 maximum of a partition, need no records from before: the first record read is the first that is not older.
 """
 
 from __future__ import annotations
 
-import json
-import logging
 import marshal
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from tailrace.config.settings import Settings
-from tailrace.driver.slice import COLUMNS, RecordLimits, slices
-from tailrace.driver.source import reader_options, tasks
-from tailrace.errors import BadRequest, PipelineError, StoreError, StoreUnavailable
+from tailrace.driver.slice import Slice
+from tailrace.driver.source import tasks
+from tailrace.errors import BadRequest, StoreError, StoreUnavailable
 from tailrace.kafka.broker import Broker
 from tailrace.log.event import Partition, iso_time
+from tailrace.upkeep.copy import collect_past, map_records
 from tailrace.upkeep.job import now_ms
-from tailrace.upkeep.spark import ATTEMPTS, collect, spark_for
+from tailrace.upkeep.spark import spark_for
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.views.folds.collect import Collect
-from tailrace.views.folds.model import NEVER, ClosedFold, Clump, Folding, Input, Rule, RuleReader, Time, Windows
+from tailrace.views.folds.model import NEVER, Clump, Folding, Input, Rule, RuleReader, Time, Windows
 from tailrace.views.folds.store import applied_rules, outputs_of, reads_topic, rules_of
 
 STEPS = 4
@@ -47,17 +46,6 @@ PRECISION = 8
 MAX_DELAYS = 50_000
 """Distinct delays above which they are rounded."""
 
-logger = logging.getLogger(__name__)
-
-_COLUMNS = (
-    "topic",
-    "partition",
-    "offset",
-    "unix_millis(timestamp) AS time",
-    "CAST(NULL AS BINARY) AS key",
-    "value",
-    "CAST(NULL AS STRING) AS headers",
-)
 _INPUTS = "group binary, time long, partition int, offset long, size long, extracts binary"
 _COUNTED = "body binary"
 _TOTALS = b""
@@ -70,7 +58,6 @@ class TuneResult(msgspec.Struct, frozen=True):
     """The result of tuning."""
 
     rule: Rule
-    since_ms: int
     records: int
     """Number of records read."""
     left_out: dict[str, int]
@@ -85,23 +72,8 @@ class TuneTask(msgspec.Struct, frozen=True):
 
     rule: Rule
     windows: tuple[Windows, ...]
-    limits: RecordLimits
     partitions: tuple[str, ...]
     """Sorted, so that their numbers have the order of their names."""
-
-
-class OffsetRange(msgspec.Struct, frozen=True):
-    """Offsets of one partition: from ``first`` up to, not including, ``end``."""
-
-    topic: str
-    partition: int
-    first: int
-    end: int
-
-    @property
-    def label(self) -> str:
-        # Without its generation, which changes no order: names have no character between ":" and "@".
-        return str(Partition(self.topic, self.partition))
 
 
 def known_rules(settings: Settings) -> dict[str, Rule]:
@@ -116,16 +88,6 @@ def known_rules(settings: Settings) -> dict[str, Rule]:
     return rules_of(settings) | applied
 
 
-def rule_named(rules: Mapping[str, Rule], name: str) -> Rule:
-    """Return a rule that reads topics, or raise BadRequest."""
-    if name not in rules:
-        listed = f"folds.rules has {', '.join(rules)}" if rules else "folds.rules has none"
-        raise BadRequest(f"there is no fold rule {name!r}: {listed}")
-    if not rules[name].topics:
-        raise BadRequest(f"the rule {name!r} reads no topics: publishers feed it, and Kafka has no past of it")
-    return rules[name]
-
-
 def tune(
     settings: Settings,
     name: str,
@@ -133,36 +95,36 @@ def tune(
     since_ms: int,
     quiets_ms: Sequence[int] = (),
     spark: Any = None,
-    clock: Callable[[], int] = now_ms,
     stopped: Callable[[], bool] = lambda: False,
 ) -> TuneResult:
     """Fold a rule's past with several windows.
 
     Args:
         quiets_ms: Quiet periods to try beside the configured one; by default some shorter and some longer ones.
-        spark: A session with Kafka's connector; by default one is started and stopped.
+        spark: A session; by default one is started and stopped.
 
     Raises:
         BadRequest: There is no such rule, or the rule has nothing to fold since that time.
         BrokerUnavailable, PipelineError: The job failed or was stopped.
     """
-    started, rules = clock(), known_rules(settings)
-    rule = rule_named(rules, name)
-    past = _Past(settings, rule, outputs_of(rules))
+    started, rules = now_ms(), known_rules(settings)
+    rule = rules.get(name)
+    if rule is None:
+        listed = f"folds.rules has {', '.join(rules)}" if rules else "folds.rules has none"
+        raise BadRequest(f"there is no fold rule {name!r}: {listed}")
+    if not rule.topics:
+        raise BadRequest(f"the rule {name!r} reads no topics: publishers feed it, and Kafka has no past of it")
+    past = _Past(settings, rule, outputs_of(rules.values()))
     windows = tuple(candidates(rule.windows, quiets_ms))
-    limits = RecordLimits(settings.pipeline.max_event_bytes, settings.pipeline.max_depth)
-    ranges = past.since(since_ms)
+    past.since(since_ms)  # no session is started for nothing
     with spark_for(settings, spark) as session:
-        for attempt in range(ATTEMPTS):
-            work = TuneTask(rule, windows, limits, tuple(sorted(each.label for each in ranges)))
-            try:
-                rows = collect(session, _job(settings, session, work, ranges), stopped)
-                break
-            except PipelineError as error:
-                if attempt == ATTEMPTS - 1 or stopped() or not past.has_moved(ranges):
-                    raise
-                logger.warning("%s; Kafka has dropped records meanwhile: once more", error)
-                ranges = past.since(since_ms)
+        rows, _ = collect_past(
+            session,
+            lambda: past.since(since_ms),
+            lambda ranges: _job(settings, session, TuneTask(rule, windows, tuple(sorted(ranges))), ranges),
+            past.has_moved,
+            stopped,
+        )
     figures, totals = _sum_up(rows, len(windows))
     records = totals.pop(RECORD_COUNT, 0)
     if not figures[0].inputs:
@@ -172,7 +134,7 @@ def tune(
             "try an earlier --since, or look at the rule's where and group"
         )
     pairs = tuple(zip(windows, figures, strict=True))
-    return TuneResult(rule, since_ms, records, dict(totals), pairs, (clock() - started) / 1000)
+    return TuneResult(rule, records, dict(totals), pairs, (now_ms() - started) / 1000)
 
 
 class _Past:
@@ -182,63 +144,45 @@ class _Past:
         self._rule, self._outputs = rule, outputs
         self._broker = Broker(settings)
 
-    def since(self, since_ms: int) -> list[OffsetRange]:
-        """Return each partition's range from its first record that is not older; BadRequest if there are none."""
+    def since(self, since_ms: int) -> dict[str, tuple[int, int]]:
+        """Return each partition's range from its first record that is not older; BadRequest if there are none.
+
+        The labels have no generation, which changes no order: names have no character between ":" and "@".
+        """
         topics = [t for name, t in self._broker.topics().items() if reads_topic(self._rule, name, self._outputs)]
         if not topics:
             listed = self._rule.topics if isinstance(self._rule.topics, str) else ", ".join(self._rule.topics)
             raise BadRequest(f"Kafka has no topic that rule {self._rule.name!r} and kafka.topics mean: {listed}")
         bounds = self._broker.bounds(topics)
         found = self._broker.at_time(topics, since_ms)
-        ranges = [
-            OffsetRange(*place, max(first, found[place]), end)
-            for place, (first, end) in sorted(bounds.items())
+        ranges = {
+            str(Partition(*place)): (max(first, found[place]), end)
+            for place, (first, end) in bounds.items()
             if found.get(place, end) < end and first < end
-        ]
+        }
         if not ranges:
             named = ", ".join(sorted(topic.name for topic in topics))
             raise BadRequest(f"Kafka has no records since {iso_time(since_ms)} in {named}: try an earlier --since")
         return ranges
 
-    def has_moved(self, ranges: Sequence[OffsetRange]) -> bool:
+    def has_moved(self, ranges: Mapping[str, tuple[int, int]]) -> bool:
         """Return whether Kafka has dropped records of these ranges."""
-        bounds = self._broker.bounds(self._broker.topics().values())
-        return any(bounds.get((r.topic, r.partition), (r.first + 1, 0))[0] > r.first for r in ranges)
+        firsts = self._broker.firsts(self._broker.topics().values())
+        begins = {str(Partition(*place)): first for place, first in firsts.items()}
+        return any(begins.get(label, first + 1) > first for label, (first, _) in ranges.items())
 
 
-def _job(settings: Settings, spark: Any, work: TuneTask, ranges: Sequence[OffsetRange]) -> Any:
-    starts: dict[str, dict[str, int]] = {}
-    ends: dict[str, dict[str, int]] = {}
-    for each in ranges:
-        starts.setdefault(each.topic, {})[str(each.partition)] = each.first
-        ends.setdefault(each.topic, {})[str(each.partition)] = each.end
-    options = reader_options(settings, starts)
-    del options["subscribePattern"], options["maxOffsetsPerTrigger"]
-    asks_record = RuleReader(work.rule).asks_record
-    if not asks_record:
-        del options["includeHeaders"]
-    options |= {
-        "assign": json.dumps({topic: list(map(int, partitions)) for topic, partitions in starts.items()}),
-        "endingOffsets": json.dumps(ends),
-        "failOnDataLoss": "true",
-    }
-    most = tasks(settings, spark)
-    if work.rule.clock == "event":
-        # Arrival times need the whole partition in one task, in order; the records' own times do not.
-        options["minPartitions"] = str(most)
-
-    def look(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        yield from _read_inputs(work, batches)
+def _job(settings: Settings, spark: Any, work: TuneTask, ranges: Mapping[str, tuple[int, int]]) -> Any:
+    def look(slices: Iterator[Slice]) -> Iterator[pa.RecordBatch]:
+        yield from _read_inputs(work, slices)
 
     def count(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         yield from _count_folds(work, batches)
 
-    rows = spark.read.format("kafka").options(**options).load().selectExpr(*(COLUMNS if asks_record else _COLUMNS))
-    rows = rows.coalesce(most) if len(ranges) > most else rows
-    in_order = (
-        rows.mapInArrow(look, _INPUTS)
-        .repartition(most, "group")
-        .sortWithinPartitions("group", "time", "partition", "offset")
+    # Arrival times need the whole partition in one task, in order; the records' own times do not.
+    inputs = map_records(settings, spark, ranges, look, _INPUTS, cut=work.rule.clock == "event")
+    in_order = inputs.repartition(tasks(settings, spark), "group").sortWithinPartitions(
+        "group", "time", "partition", "offset"
     )
     return in_order.mapInArrow(count, _COUNTED)
 
@@ -253,46 +197,43 @@ def _sum_up(rows: Iterable[Any], candidates: int) -> tuple[list[Figures], Counte
     return figures, totals
 
 
-def _read_inputs(work: TuneTask, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def _read_inputs(work: TuneTask, slices: Iterable[Slice]) -> Iterator[pa.RecordBatch]:
     """Yield the rule's inputs; at the end, the numbers of records and of those left out by reason."""
     reader, arrival = RuleReader(work.rule), work.rule.clock == "arrival"
     numbers = {label: n for n, label in enumerate(work.partitions)}
     newest: dict[Partition, int] = {}
     totals = Counter[str]()
-    for batch in batches:
-        for records in slices(batch, {}, work.limits):
-            totals[RECORD_COUNT] += len(records)
-            partition, times = records.partition, records.times
-            if arrival:
-                times = list(accumulate(times, max, initial=newest.get(partition, times[0])))[1:]
-                newest[partition] = times[-1]
-            number, rows = numbers[str(partition)], []
-            for i, value in enumerate(records.values):
-                if value is None or i in records.poison:
-                    totals["tombstone" if value is None else "poison"] += 1
-                    continue
-                found = reader.read(value, records.record(i) if reader.asks_record else None)
-                if isinstance(found, str):
-                    totals[found] += 1
-                    continue
-                # Both sides of the shuffle run the same Python; marshal has integers of any length.
-                body = marshal.dumps(tuple(found.extracts))
-                rows.append((found.group, times[i], number, records.offsets[i], found.size, body))
-            yield _batch(rows)
+    for records in slices:
+        totals[RECORD_COUNT] += len(records)
+        partition, times = records.partition, records.times
+        if arrival:
+            times = list(accumulate(times, max, initial=newest.get(partition, times[0])))[1:]
+            newest[partition] = times[-1]
+        number, rows = numbers[str(partition)], []
+        for i, value in enumerate(records.values):
+            if value is None or i in records.poison:
+                totals["tombstone" if value is None else "poison"] += 1
+                continue
+            found = reader.read(value, records.record(i) if reader.asks_record else None)
+            if isinstance(found, str):
+                totals[found] += 1
+                continue
+            # Both sides of the shuffle run the same Python; marshal has integers of any length.
+            body = marshal.dumps(tuple(found.extracts))
+            rows.append((found.group, times[i], number, records.offsets[i], found.size, body))
+        yield _batch(rows)
     yield _batch([(_TOTALS, n, -1, 0, 0, why.encode()) for why, n in totals.items()])
 
 
 def _count_folds(work: TuneTask, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Fold the sorted events of groups with every candidate; yield the figures."""
-    trials = Trials(work.rule.collect, work.windows, marshal.loads)
+    trials = Trials(work.rule.collect, work.windows)
     totals = Counter[str]()
     for batch in batches:
-        groups = batch.column(0)
+        groups = pc.run_end_encode(batch.column(0))
         times, partitions, offsets, sizes, extracts = (column.to_pylist() for column in batch.columns[1:])
-        for low, high in pairwise([0, *_changes(groups), len(groups)]):
-            if low == high:
-                continue
-            group = groups[low].as_py()
+        bounds = pairwise([0, *groups.run_ends.to_pylist()])
+        for group, (low, high) in zip(groups.values.to_pylist(), bounds, strict=True):
             if group == _TOTALS:
                 for i in range(low, high):
                     totals[extracts[i].decode()] += times[i]
@@ -301,14 +242,6 @@ def _count_folds(work: TuneTask, batches: Iterable[pa.RecordBatch]) -> Iterator[
             rest = zip(names, offsets[low:high], extracts[low:high], strict=True)
             trials.feed(group, times[low:high], sizes[low:high], rest)
     yield pa.RecordBatch.from_arrays([pa.array([_encode((trials.end(), totals))], pa.binary())], names=["body"])
-
-
-def _changes(column: Any) -> list[int]:
-    """Return the rows whose value differs from the row before."""
-    n = len(column)
-    if n < 2:
-        return []
-    return [int(i) + 1 for i in pc.indices_nonzero(pc.not_equal(column.slice(1), column.slice(0, n - 1))).to_pylist()]
 
 
 _SCHEMA = pa.schema(
@@ -329,25 +262,18 @@ def _batch(rows: Sequence[tuple[object, ...]]) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(arrays, schema=_SCHEMA)
 
 
-def replay(folding: Folding, inputs: Iterable[Input]) -> Iterator[ClosedFold]:
-    """Yield the folds of one group from its events in order."""
-    clumps: list[Clump] = []
-    for each in inputs:
-        yield from folding.absorb(clumps, (each,), each.time)
-    yield from folding.settle(clumps, math.inf)
-
-
-def scale_windows(windows: Windows, quiet_ms: int) -> Windows:
-    """Return windows with another quiet period and ``max_wait`` in proportion; the limits of size stay."""
-    wait = max(1, round(windows.max_wait_ms * quiet_ms / windows.quiet_ms))
-    return msgspec.structs.replace(windows, quiet_ms=quiet_ms, max_wait_ms=wait)
-
-
 def candidates(windows: Windows, quiets_ms: Iterable[int] = ()) -> list[Windows]:
-    """Return the candidates, shortest first: these quiet periods, or some around the configured one, and that one."""
-    quiet = windows.quiet_ms
+    """Return the candidates, shortest first: these quiet periods, or some around the configured one, and that one.
+
+    Their ``max_wait`` is in proportion; the limits of size stay.
+    """
+    quiet, max_wait = windows.quiet_ms, windows.max_wait_ms
     wanted = set(quiets_ms) or {round(quiet * 2.0**step) for step in range(-STEPS, STEPS + 1)}
-    return [scale_windows(windows, each) for each in sorted(wanted | {quiet}) if each > 0]
+    return [
+        msgspec.structs.replace(windows, quiet_ms=each, max_wait_ms=max(1, round(max_wait * each / quiet)))
+        for each in sorted(wanted | {quiet})
+        if each > 0
+    ]
 
 
 class Figures(msgspec.Struct):
@@ -412,27 +338,17 @@ def round_delays(delays: dict[int, int]) -> dict[int, int]:
     return found
 
 
-class Inputs:
+class Inputs(NamedTuple):
     """Consecutive events of one group as columns; extracts are decoded when needed."""
 
-    def __init__(self, decode: Callable[[bytes], Sequence[Any]]) -> None:
-        self._decode = decode
-        self.times: list[int] = []
-        self.sizes: list[int] = []
-        self._rest: list[tuple[str, int, bytes]] = []
+    times: list[int]
+    sizes: list[int]
+    rest: list[tuple[str, int, bytes]]
+    """Partitions, offsets and encoded extracts."""
 
-    def extend(self, times: list[int], sizes: list[int], rest: Iterable[tuple[str, int, bytes]]) -> None:
-        """Add events; ``rest`` has their partitions, offsets and encoded extracts."""
-        self.times += times
-        self.sizes += sizes
-        self._rest += rest
-
-    def drop(self, count: int) -> None:
-        del self.times[:count], self.sizes[:count], self._rest[:count]
-
-    def __getitem__(self, i: int) -> Input:
-        partition, offset, extracts = self._rest[i]
-        return Input(self.times[i], partition, offset, self.sizes[i], self._decode(extracts))
+    def input(self, i: int) -> Input:
+        partition, offset, extracts = self.rest[i]
+        return Input(self.times[i], partition, offset, self.sizes[i], marshal.loads(extracts))
 
 
 class Trial:
@@ -506,8 +422,8 @@ class Trial:
         clumps, absorb = self._clumps, self._folding.absorb
         if not clumps:
             for j in range(start, i):
-                absorb(clumps, (inputs[j],), inputs.times[j])
-        for finished in absorb(clumps, (inputs[i],), inputs.times[i]):
+                absorb(clumps, (inputs.input(j),), inputs.times[j])
+        for finished in absorb(clumps, (inputs.input(i),), inputs.times[i]):
             end = start + finished.clump.count
             self._close(inputs.times, start, end, finished.due, finished.reason)
             start = end
@@ -530,11 +446,9 @@ class Trial:
 class Trials:
     """The trials of all candidates. Groups come one after another, each in any number of parts."""
 
-    def __init__(
-        self, collect: Sequence[Collect], windows: Sequence[Windows], decode: Callable[[bytes], Sequence[Any]]
-    ) -> None:
+    def __init__(self, collect: Sequence[Collect], windows: Sequence[Windows]) -> None:
         self._trials = [Trial(collect, each) for each in windows]
-        self._inputs = Inputs(decode)
+        self._inputs = Inputs([], [], [])
         self._group = b""
 
     def feed(self, group: bytes, times: list[int], sizes: list[int], rest: Iterable[tuple[str, int, bytes]]) -> None:
@@ -542,11 +456,13 @@ class Trials:
         if group != self._group:
             self._end_group()
             self._group = group
-        self._inputs.extend(times, sizes, rest)
+        self._inputs.times.extend(times)
+        self._inputs.sizes.extend(sizes)
+        self._inputs.rest.extend(rest)
         for trial in self._trials:
             trial.run(self._inputs)
         if done := min(trial.start for trial in self._trials):
-            self._inputs.drop(done)
+            self._drop(done)
             for trial in self._trials:
                 trial.forget(done)
 
@@ -557,7 +473,11 @@ class Trials:
     def _end_group(self) -> None:
         for trial in self._trials:
             trial.end_group(self._inputs.times)
-        self._inputs.drop(len(self._inputs.times))
+        self._drop(len(self._inputs.times))
+
+    def _drop(self, count: int) -> None:
+        for column in self._inputs:
+            del column[:count]
 
 
 _encode = msgspec.msgpack.Encoder().encode

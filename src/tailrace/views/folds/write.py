@@ -1,35 +1,72 @@
-"""The writer of folds: it adds the events of a slice to their groups and emits the folds that close.
+"""The writers of folds: they add events to their groups and emit the folds that close.
 
 Several tasks, and an emitter, may change one group at the same time. So a task reads the states of the groups in its
 slices, adds the events, and writes each state with the version that it read. If the shard has another version it
 refuses the window; the task then reads the states and adds the events again. The events themselves are read only once.
 
-The arrival time of an event is the running maximum of the times in its partition. Every shard stores it beside its
-mark, so that an event which is read again gets the same time.
+A ``Folder`` does the same in the publisher's process, without Spark: the same rules, the same store, and a mark of its
+own in each shard, which tells after a lost connection whether the shard has the events. When ``add`` has returned, the
+event is stored and will be in exactly one fold, even if the process ends. Publishers share groups, and any emitter of
+the rule emits the folds: that of a pipeline with the same rule, or one in this process. Time is the store's clock.
+
+The arrival time of an event in a slice is the running maximum of the times in its partition. Every shard stores it
+beside its mark, so that an event which is read again gets the same time.
 """
 
 from __future__ import annotations
 
+import math
+import threading
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, count, pairwise
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
+from uuid import uuid4
 
 import msgspec
+from pydantic import ValidationError
 
 from tailrace.config.settings import Settings
-from tailrace.driver.slice import AppliedMarks, Plan, Slice, Window, Writer
-from tailrace.log.event import event_id, home_of
+from tailrace.driver.slice import AppliedMarks, Plan, RecordLimits, Slice, Window, Writer
+from tailrace.errors import BadRequest, ConfigError, PipelineError, StoreChanged, StoreError, StoreUnavailable
+from tailrace.log.event import Partition, event_id, home_of, poison
 from tailrace.log.segment import DAY_MS
 from tailrace.query.value import CACHE_SIZE
-from tailrace.valkey.shards import Arg, Shards
-from tailrace.views.folds.model import MAX_CACHED_GROUP, NEVER, ClosedFold, Clump, Folding, Rule, RuleReader, Time
-from tailrace.views.folds.store import VIEW, FoldStore, StoredGroup, emit_arguments, new_version, reads_topic, rules_of
+from tailrace.valkey.shards import Arg, Command, Shards, StoreOptions, prepare
+from tailrace.views.folds.model import MAX_CACHED_GROUP, NEVER, ClosedFold, Clump, Rule, RuleInput, RuleReader, Time
+from tailrace.views.folds.settings import FoldSettings
+from tailrace.views.folds.store import (
+    VIEW,
+    Emitter,
+    FoldStore,
+    StoredGroup,
+    applied_rules,
+    decode_group,
+    emit_arguments,
+    new_version,
+    outputs_of,
+    reads_topic,
+    rule_of,
+    rules_of,
+)
 
 NO_RULE = "no-rule"
+PUBLISHERS = "publishers"
+"""Name under which the store keeps each publisher's marks."""
+POSITIONS = "tailrace.positions"
+LIMITS = RecordLimits()
+"""Limits of a publisher's events."""
+REFRESH_S = 5.0
+"""Interval of reading the windows that the pipeline applies."""
+MAX_TRIES = 100
+"""Attempts to write a group that others keep changing."""
 
+_encode = msgspec.json.Encoder().encode
 _encode_headers = msgspec.msgpack.Encoder().encode
 
 Key: TypeAlias = tuple[int, int, bytes]
@@ -40,11 +77,10 @@ Inputs: TypeAlias = list[Any]
 
 
 class CompiledRule(NamedTuple):
-    """A rule with its reader, its folding, and a cache of the shards of its groups."""
+    """A rule with its reader, and a cache of the shards of its groups."""
 
     rule: Rule
     reader: RuleReader
-    folding: Folding
     homes: dict[bytes, int]
 
 
@@ -65,16 +101,114 @@ class SliceInputs(NamedTuple):
     """Upper bound of the bytes that the inputs add to folds."""
 
 
-class InputReader:
-    """Reads slices for all rules together."""
+def arrivals_of(offsets: Sequence[int], times: Sequence[int], applied: AppliedMarks) -> list[int]:
+    """Return the arrival times of a slice, continuing from the times that the shards store beside their marks.
 
-    def __init__(self, shards: int, rules: Sequence[Rule]) -> None:
-        self._shards = shards
-        self.rules = [CompiledRule(rule, RuleReader(rule), rule.folding(), {}) for rule in rules]
-        self._outputs = frozenset(topic for rule in rules for topic in (rule.output, rule.raw) if topic)
+    Of the shards with marks before the slice, the furthest has the time up to the slice. If all marks lie inside or
+    behind the slice, the times of records up to the lowest mark are not needed.
+    """
+    before = [(mark, time) for time, mark in applied.times if mark < offsets[0]]
+    if before:
+        return list(accumulate(times, max, initial=max(before)[1]))[1:]
+    time, mark = min(applied.times, key=lambda pair: pair[1])
+    begin = bisect_right(offsets, mark)
+    return [time] * begin + list(accumulate(times[begin:], max, initial=time))[1:]
+
+
+@dataclass(slots=True)
+class HeldGroup:
+    """The state of a group as a writer knows it; ``clumps`` are decoded when first needed."""
+
+    stored: StoredGroup
+    version: bytes
+    clumps: list[Clump] | None = None
+
+
+def add_to_groups(
+    rule: Rule, groups: Mapping[bytes, tuple[HeldGroup, Inputs]], watermark: Time, emitted_ms: int, version: bytes
+) -> tuple[list[Arg], list[Arg], int]:
+    """Add events to groups of one shard, which get a new version.
+
+    Return the item that writes the groups, the items that emit what closes, and how many of these folds are premature.
+    """
+    folding, quiet_ms = rule.folding, rule.windows.quiet_ms
+    written: list[Arg] = []
+    closed: list[Arg] = []
+    inputs = early = 0
+    for group, (held, added) in groups.items():
+        if held.clumps is None:
+            held.clumps = folding.load(held.stored.state) if held.stored.state else []
+        clumps = held.clumps
+        finished = folding.absorb(clumps, added, watermark)
+        value, due = (version + folding.dump(clumps), folding.due(clumps)) if clumps else (b"", 0)
+        near = int((finished[0].clump if finished else clumps[0]).opened) - 2 * quiet_ms
+        written += (group, held.version, value, due, near)
+        inputs += len(added)
+        held.version = version if clumps else b""
+        if finished:
+            for fold in emit_arguments(rule, group, finished, emitted_ms):
+                closed += ["F", rule.key_suffix, group, *fold]
+            early += _premature(finished, clumps, quiet_ms)
+    return ["G", rule.key_suffix, inputs, len(groups), *written], closed, early
+
+
+class FoldsPlan(msgspec.Struct, frozen=True):
+    """The rules that tasks apply."""
+
+    rules: tuple[Rule, ...] = ()
+    name: str = VIEW
+
+    @classmethod
+    def of(cls, settings: Settings) -> FoldsPlan:
+        """Return the plan of the settings; the driver puts in the windows that users changed since."""
+        return cls(tuple(rules_of(settings).values()))
+
+    def writer(self, plan: Plan) -> Writer:
+        return FoldsWriter(self, plan)
+
+
+class FoldsWriter(Writer):
+    """Writes the view for all rules."""
+
+    name = VIEW
+    span_ms = DAY_MS
+    future_ms = 0
+    keeps_times = True
+
+    def __init__(self, folds: FoldsPlan, plan: Plan) -> None:
+        self._shards = shards = plan.store.shards
+        self._rules = [CompiledRule(rule, RuleReader(rule), {}) for rule in folds.rules]
+        self._outputs = outputs_of(folds.rules)
         self._rules_by_topic: dict[str, list[int]] = {}
+        # A changed state is sent as a whole, though an event adds little to it.
+        self._max_bytes, self._max_groups = 4 * plan.window_bytes * shards, plan.window_runs * shards
+        self._inputs: dict[int, SliceInputs] = {}
+        self._states: dict[Key, HeldGroup] = {}
+        self._watermarks: list[dict[str, int]] = []
+        """Watermarks by rule, for each shard: a shard that lost its last writes is behind the others."""
 
-    def read(self, records: Slice, applied: AppliedMarks, now_ms: int) -> SliceInputs:
+    def load(self, shards: Shards, work: Sequence[tuple[Slice, AppliedMarks]]) -> None:
+        """Read the slices and the states of their groups."""
+        now_ms = round(time.time() * 1000)
+        before, self._inputs = self._inputs, {}
+        wanted: dict[tuple[int, int], dict[bytes, None]] = {}
+        for records, applied in work:
+            found = before.get(id(records))
+            if found is None or found.records is not records:
+                found = self._read(records, applied, now_ms)
+            self._inputs[id(records)] = found
+            for (shard, n, group), added in found.groups.items():
+                if added[-1][2] > applied.marks[shard]:
+                    wanted.setdefault((shard, n), {})[group] = None
+        listed = [(shard, self._rules[n].rule, list(groups)) for (shard, n), groups in wanted.items()]
+        stored, self._watermarks = FoldStore(shards).read(listed)
+        self._states = {
+            (shard, n, group): HeldGroup(h, h.version)
+            for ((shard, n), groups), answer in zip(wanted.items(), stored, strict=True)
+            for group, h in zip(groups, answer, strict=True)
+        }
+
+    def _read(self, records: Slice, applied: AppliedMarks, now_ms: int) -> SliceInputs:
         """Read a slice; a record from the future counts as one of now."""
         groups: dict[Key, Inputs] = {}
         stored: list[list[int]] = [[] for _ in range(self._shards)]
@@ -84,7 +218,7 @@ class InputReader:
         arrivals = arrivals_of(records.offsets, times, applied)
         label, offsets, poison = str(records.partition), records.offsets, records.poison
         chosen = [
-            (n, self.rules[n], arrivals if self.rules[n].rule.clock == "arrival" else times)
+            (n, self._rules[n], arrivals if self._rules[n].rule.clock == "arrival" else times)
             for n in self._rules_of(records.partition.topic)
         ]
         total = 0
@@ -130,119 +264,32 @@ class InputReader:
     def _rules_of(self, topic: str) -> list[int]:
         numbers = self._rules_by_topic.get(topic)
         if numbers is None:
-            numbers = [n for n, compiled in enumerate(self.rules) if reads_topic(compiled.rule, topic, self._outputs)]
+            numbers = [n for n, compiled in enumerate(self._rules) if reads_topic(compiled.rule, topic, self._outputs)]
             self._rules_by_topic[topic] = numbers
         return numbers
-
-
-def arrivals_of(offsets: Sequence[int], times: Sequence[int], applied: AppliedMarks) -> list[int]:
-    """Return the arrival times of a slice, continuing from the times that the shards store beside their marks.
-
-    Of the shards with marks before the slice, the furthest has the time up to the slice. If all marks lie inside or
-    behind the slice, the times of records up to the lowest mark are not needed.
-    """
-    before = [(mark, time) for time, mark in applied.times if mark < offsets[0]]
-    if before:
-        return list(accumulate(times, max, initial=max(before)[1]))[1:]
-    time, mark = min(applied.times, key=lambda pair: pair[1])
-    begin = bisect_right(offsets, mark)
-    return [time] * begin + list(accumulate(times[begin:], max, initial=time))[1:]
-
-
-@dataclass(slots=True)
-class _Group:
-    """The state of a group as this task knows it; ``clumps`` are decoded when first needed."""
-
-    stored: StoredGroup
-    version: bytes
-    clumps: list[Clump] | None = None
-
-
-class FoldsPlan(msgspec.Struct, frozen=True):
-    """The rules that tasks apply."""
-
-    rules: tuple[Rule, ...] = ()
-    name: str = VIEW
-
-    @classmethod
-    def of(cls, settings: Settings) -> FoldsPlan:
-        """Return the plan of the settings; the driver puts in the windows that users changed since."""
-        return cls(tuple(rules_of(settings).values()))
-
-    def writer(self, plan: Plan) -> Writer:
-        return FoldsWriter(self, plan)
-
-
-class FoldsWriter(Writer):
-    """Writes the view for all rules."""
-
-    name = VIEW
-    span_ms = DAY_MS
-    future_ms = 0
-    keeps_times = True
-
-    def __init__(self, folds: FoldsPlan, plan: Plan) -> None:
-        self._shards = shards = plan.store.shards
-        self._reader = InputReader(shards, folds.rules)
-        # A changed state is sent as a whole, though an event adds little to it.
-        self._max_bytes, self._max_groups = 4 * plan.window_bytes * shards, plan.window_runs * shards
-        self._inputs: dict[int, SliceInputs] = {}
-        self._states: dict[Key, _Group] = {}
-        self._watermarks: list[dict[str, int]] = []
-        """Watermarks by rule, for each shard: a shard that lost its last writes is behind the others."""
-
-    def load(self, shards: Shards, work: Sequence[tuple[Slice, AppliedMarks]]) -> None:
-        """Read the slices and the states of their groups."""
-        now_ms = round(time.time() * 1000)
-        before, self._inputs = self._inputs, {}
-        wanted: dict[tuple[int, int], dict[bytes, None]] = {}
-        for records, applied in work:
-            found = before.get(id(records))
-            if found is None or found.records is not records:
-                found = self._reader.read(records, applied, now_ms)
-            self._inputs[id(records)] = found
-            for (shard, n, group), added in found.groups.items():
-                if added[-1][2] > applied.marks[shard]:
-                    wanted.setdefault((shard, n), {})[group] = None
-        rules = self._reader.rules
-        listed = [(shard, rules[n].rule, list(groups)) for (shard, n), groups in wanted.items()]
-        stored, self._watermarks = FoldStore(shards).read(listed)
-        self._states = {
-            (shard, n, group): _Group(h, h.version)
-            for ((shard, n), groups), answer in zip(wanted.items(), stored, strict=True)
-            for group, h in zip(groups, answer, strict=True)
-        }
 
     def cut(self, records: Slice, marks: Sequence[int]) -> list[Window]:
         """Return the windows of a slice; call after ``load``. The slices after it build on the states it writes."""
         found = self._inputs[id(records)]
         begin = bisect_right(records.offsets, min(marks))
-        windows: list[Window] = []
-        for first, end in self._parts(found, begin):
-            windows += self._windows(found, first, end, marks)
-        return windows
-
-    def _parts(self, found: SliceInputs, begin: int) -> Iterator[tuple[int, int]]:
-        """Yield ranges of rows that fit roughly into one call to each shard."""
-        rows = len(found.records) - begin
-        if rows <= 0:
-            return
+        rows = len(records) - begin
+        # Each part fits roughly into one call to each shard.
         stored = sum(len(group.stored.state) for key in found.groups if (group := self._states.get(key)))
         parts = max(len(found.groups) // self._max_groups, (stored + found.size) // self._max_bytes) + 1
         bounds = sorted({begin + rows * i // parts for i in range(parts + 1)})
-        yield from pairwise(bounds)
+        return [window for first, end in pairwise(bounds) for window in self._windows(found, first, end, marks)]
 
     def _windows(self, found: SliceInputs, begin: int, end: int, marks: Sequence[int]) -> list[Window]:
         records = found.records
         home = home_of(records.partition, self._shards)
         first, last, newest = records.offsets[begin], records.offsets[end - 1], found.arrivals[end - 1]
         whole = first == records.offsets[0] and end == len(records)
-        inputs: list[dict[tuple[int, bytes], Inputs]] = [{} for _ in range(self._shards)]
+        inputs: list[dict[int, dict[bytes, Inputs]]] = [{} for _ in range(self._shards)]
         for (shard, n, group), added in found.groups.items():
             if not whole or first <= marks[shard]:
                 added = _between(added, max(first, marks[shard] + 1), last)
             if added:
-                inputs[shard][n, group] = added
+                inputs[shard].setdefault(n, {})[group] = added
         version = new_version()
         windows: list[Window] = []
         for shard in range(self._shards):
@@ -258,34 +305,20 @@ class FoldsWriter(Writer):
                 windows.append(Window(shard, last, [*items, "T", newest], newest))
         return windows
 
-    def _items(self, shard: int, inputs: Mapping[tuple[int, bytes], Inputs], version: bytes) -> list[Arg]:
+    def _items(self, shard: int, inputs: Mapping[int, Mapping[bytes, Inputs]], version: bytes) -> list[Arg]:
         """Add events to the groups of one shard; return the items that it must write."""
-        written: dict[int, list[Arg]] = {}
-        counted: dict[int, int] = {}
-        closed: list[Arg] = []
-        for (n, group), added in inputs.items():
-            rule, _, folding, _ = self._reader.rules[n]
-            state = self._states[shard, n, group]
-            if state.clumps is None:
-                state.clumps = folding.load(state.stored.state) if state.stored.state else []
-            clumps: list[Clump] = state.clumps
-            watermark: Time = self._watermarks[shard].get(rule.name, NEVER)
-            finished = folding.absorb(clumps, added, watermark)
-            value = version + folding.dump(clumps) if clumps else b""
-            due = folding.due(clumps) if clumps else 0
-            near = int((finished[0].clump if finished else clumps[0]).opened) - 2 * rule.windows.quiet_ms
-            written.setdefault(n, []).extend((group, state.version, value, due, near))
-            counted[n] = counted.get(n, 0) + len(added)
-            state.version = version if clumps else b""
-            if finished:
-                emitted = int(watermark) if watermark > NEVER else 0
-                for fold in emit_arguments(rule, group, finished, emitted):
-                    closed += ["F", rule.key_suffix, group, *fold]
-                if early := _premature(finished, clumps, rule.windows.quiet_ms):
-                    closed += ["C", f"premature:{rule.name}", early]
         items: list[Arg] = []
-        for n, groups in written.items():
-            items += ["G", self._reader.rules[n].rule.key_suffix, counted[n], len(groups) // 5, *groups]
+        closed: list[Arg] = []
+        for n, groups in inputs.items():
+            rule = self._rules[n].rule
+            watermark: Time = self._watermarks[shard].get(rule.name, NEVER)
+            added = {group: (self._states[shard, n, group], some) for group, some in groups.items()}
+            emitted_ms = int(watermark) if watermark > NEVER else 0
+            written, folds, early = add_to_groups(rule, added, watermark, emitted_ms, version)
+            items += written
+            closed += folds
+            if early:
+                closed += ["C", f"premature:{rule.name}", early]
         return items + closed
 
     def _home_items(self, found: SliceInputs, begin: int, end: int) -> list[Arg]:
@@ -294,36 +327,26 @@ class FoldsWriter(Writer):
         items: list[Arg] = ["C", "in", end - begin]
         if dead := sum(begin <= i < end for i in records.poison):
             items += ["C", "dead", dead]
-        skipped: dict[str, int] = {}
-        for i, why in found.skipped.items():
-            if begin <= i < end:
-                skipped[why] = skipped.get(why, 0) + 1
+        skipped = Counter(why for i, why in found.skipped.items() if begin <= i < end)
         for why, n in skipped.items():
             items += ["C", f"skipped:{why}", n]
         for row, n in found.raw:
             if begin <= row < end:
-                items += _raw_event(records, row, self._reader.rules[n].rule)
+                items += _raw_event(records, row, self._rules[n].rule)
         return items
-
-
-def _offset(x: Any) -> int:
-    offset: int = x[2]
-    return offset
 
 
 def _between(inputs: Inputs, first: int, last: int) -> Inputs:
     """Return the inputs of a range of offsets."""
-    return inputs[bisect_left(inputs, first, key=_offset) : bisect_right(inputs, last, key=_offset)]
+    offset = itemgetter(2)
+    return inputs[bisect_left(inputs, first, key=offset) : bisect_right(inputs, last, key=offset)]
 
 
 def _premature(finished: Sequence[ClosedFold], clumps: Sequence[Clump], quiet_ms: int) -> int:
     """Return how many folds closed by ``quiet`` would have joined the next fold with twice the quiet period."""
-    after: list[Clump] = [*(f.clump for f in finished[1:]), *clumps[:1]]
-    return sum(
-        f.reason == "quiet" and after[i].opened - f.clump.last < 2 * quiet_ms
-        for i, f in enumerate(finished)
-        if i < len(after)
-    )
+    following = [*(f.clump for f in finished[1:]), *clumps[:1]]
+    pairs = zip(finished, following, strict=False)
+    return sum(f.reason == "quiet" and after.opened - f.clump.last < 2 * quiet_ms for f, after in pairs)
 
 
 def _raw_event(records: Slice, row: int, rule: Rule) -> list[Arg]:
@@ -331,3 +354,237 @@ def _raw_event(records: Slice, row: int, rule: Rule) -> list[Arg]:
     headers = records.headers[row] if records.headers is not None else None
     value, key = records.values[row] or b"", records.keys[row] or b""
     return ["O", id_, rule.raw, key, value, _encode_headers(headers) if headers else b""]
+
+
+class Folder:
+    """Adds events to the folds of one rule::
+
+        rule = {"name": "accounts", "group": "account_id", "quiet": "5m"}
+        with tailrace.Folder(rule, "valkey://127.0.0.1:6379/0") as folder:
+            folder.add({"account_id": "account_1", "metrics": {"likes": 10}})
+
+    Args:
+        rule: A rule, or a table as in the configuration, with its ``name``.
+        url: Valkey or Redis; it must be durable.
+        prefix: Prefix of the installation; that of the pipeline if it shall emit and publish the folds.
+        shards: Number of shards of a new store; an existing one has its own.
+        emit: Emit due folds from this process.
+        kafka: Brokers to which this process publishes folded events; only for an installation without a pipeline,
+            since only one process may publish.
+
+    Raises:
+        ConfigError: The rule cannot be used.
+        StoreUnavailable: The store does not answer.
+    """
+
+    def __init__(
+        self,
+        rule: Rule | Mapping[str, Any],
+        url: str,
+        *,
+        password: str = "",
+        prefix: str = "tr",
+        shards: int = 4,
+        emit: bool = False,
+        kafka: str = "",
+        tick_s: float = 0.1,
+        patience_s: float = 10.0,
+    ) -> None:
+        self.rule = rule if isinstance(rule, Rule) else _rule_from(rule)
+        self._options = StoreOptions(url, password, prefix, shards)
+        self._reader = RuleReader(self.rule)
+        self._partition = str(Partition(f"publisher-{uuid4().hex[:16]}", 0))
+        self._emit, self._kafka, self._tick_s, self._patience_s = emit, kafka, tick_s, patience_s
+        self._numbers = count()
+        self._lock = threading.RLock()
+        self._closed = threading.Event()
+        self._loops: list[Any] = []
+        self._refreshed = -math.inf
+        self._connect()
+        if emit or kafka:
+            threading.Thread(target=self._watch, name="folder", daemon=True).start()
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def add(self, event: Mapping[str, Any] | bytes | str) -> bool:
+        """Store one event, a JSON value or its text; return whether the rule takes it."""
+        return self.add_all([event]) == 1
+
+    def add_all(self, events: Iterable[Mapping[str, Any] | bytes | str]) -> int:
+        """Store events in order; return how many the rule takes. Those of a shard are stored together or not at all.
+
+        Raises:
+            BadRequest: One of them is no JSON; none is stored.
+            StoreUnavailable: The store did not answer for long; some may be stored.
+        """
+        with self._lock:
+            self._refresh_windows()
+            by_shard: dict[int, list[tuple[int, RuleInput]]] = {}
+            count = 0
+            for event in events:
+                value = event if isinstance(event, bytes) else event.encode() if isinstance(event, str) else None
+                if value is not None and (why := poison(value, LIMITS.max_bytes, LIMITS.max_depth)):
+                    raise BadRequest(f"an event cannot be read ({why}): give JSON, or a value that becomes it")
+                found = self._reader.read(_encode(event) if value is None else value)
+                if isinstance(found, str):
+                    continue
+                count += 1
+                shard = self.rule.shard(found.group, self._shards.options.shards)
+                by_shard.setdefault(shard, []).append((next(self._numbers), found))
+            for shard, added in by_shard.items():
+                self._add(shard, added)
+            return count
+
+    def close(self) -> None:
+        """Stop the loops of this process. Open folds stay in the store."""
+        self._closed.set()
+        with self._lock:
+            for loop in self._loops:
+                loop.stop()
+            with suppress(StoreError, StoreUnavailable):  # the marks left behind are a few bytes
+                self._on_marks("HDEL")
+            self._shards.close()
+
+    def _connect(self) -> None:
+        """Open the store and read this publisher's marks."""
+        self._shards = _open(self._options)
+        self._marks = [-1 if mark is None else int(mark) for mark in self._on_marks("HGET")]
+        self._loops = [self._emitter()] if self._emit else []
+        if self._kafka:
+            self._loops.append(self._publisher())
+        for loop in self._loops:
+            loop.start()
+
+    def _on_marks(self, command: str) -> list[Any]:
+        """Run a command on this publisher's mark in every shard."""
+        keys, shards = self._shards.keys, range(self._shards.options.shards)
+        return self._shards.run_all([(s, (command, keys.marks(s, PUBLISHERS), self._partition)) for s in shards])
+
+    def _reconnect(self) -> bool:
+        """Connect to a store that was restarted; return whether it answered."""
+        for loop in self._loops:
+            loop.stop()
+        self._shards.close()
+        try:
+            self._connect()
+        except StoreUnavailable:
+            time.sleep(0.2)
+            return False
+        return True
+
+    def _refresh_windows(self) -> None:
+        """Take over, from time to time, the windows that the pipeline applies."""
+        if time.monotonic() - self._refreshed < REFRESH_S:
+            return
+        self._refreshed = time.monotonic()
+        with suppress(StoreError, StoreUnavailable):
+            applied = applied_rules(self._shards).get(self.rule.name)
+            if applied is None or applied.rule.definition != self.rule.definition:
+                return
+            if applied.rule.windows != self.rule.windows:
+                self.rule = msgspec.structs.replace(self.rule, windows=applied.rule.windows)
+                self._reconnect()
+
+    def _watch(self) -> None:
+        """Restart the loops of this process when the store was restarted; not a publisher that another one replaced."""
+        while not self._closed.wait(1.0):
+            with self._lock:
+                ended = [loop for loop in self._loops if not loop.is_alive() and not _overtaken(loop)]
+                if ended and not self._closed.is_set():
+                    self._reconnect()
+
+    def _add(self, shard: int, added: Sequence[tuple[int, RuleInput]]) -> None:
+        """Add events to one shard. After a lost connection, the mark tells whether the shard has them."""
+        mark, deadline = added[-1][0], time.monotonic() + self._patience_s
+        for attempt in range(MAX_TRIES):
+            try:
+                answer = self._try(shard, added, mark)
+            except StoreChanged:
+                if not self._reconnect() and time.monotonic() > deadline:
+                    raise
+                continue
+            except StoreUnavailable:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
+                continue
+            if answer != b"conflict":
+                # The mark is ours: from this call, or from one whose answer was lost.
+                self._marks[shard] = mark if answer == b"ok" else int(answer)
+                if self._marks[shard] >= mark:
+                    return
+            time.sleep(0.001 * attempt)
+        raise StoreError(f"the folds of {self.rule.name} keep changing meanwhile; add fewer events at once")
+
+    def _try(self, shard: int, added: Sequence[tuple[int, RuleInput]], mark: int) -> bytes:
+        """Return ``ok``, or ``conflict``, or the shard's mark if it is not the expected one."""
+        rule, inputs = self.rule, dict[bytes, Inputs]()
+        for number, found in added:
+            inputs.setdefault(found.group, []).append((self._partition, number, found.size, found.extracts))
+        commands: list[Command] = [
+            (shard, ("HMGET", self._shards.keys.fold(shard, rule.key_suffix), *inputs)),
+            (shard, ("TIME",)),
+        ]
+        answers, clock = self._shards.run_all(commands)
+        now_ms = _milliseconds(clock)
+        groups: dict[bytes, tuple[HeldGroup, Inputs]] = {}
+        for (group, new), answer in zip(inputs.items(), answers, strict=True):
+            stored = decode_group(answer)
+            groups[group] = HeldGroup(stored, stored.version), [(now_ms, *each) for each in new]
+        written, closed, _ = add_to_groups(rule, groups, now_ms - rule.windows.lateness_ms, now_ms, new_version())
+        head: list[Arg] = [PUBLISHERS, 0, self._partition, self._marks[shard], mark, DAY_MS, 0, 100]
+        answer = self._shards.call(shard, "apply", *head, *written, *closed)
+        if answer[0] == b"unready":
+            raise StoreError("the store was emptied while this publisher ran: make a new one")
+        return bytes(answer[1] if answer[0] == b"moved" else answer[0])
+
+    def _emitter(self) -> Emitter:
+        own = Shards(self._shards.options, self._shards.run_ids)
+
+        def watermarks(rules: Sequence[Rule]) -> dict[str, int]:
+            clocks = own.run_all([(shard, ("TIME",)) for shard in range(own.options.shards)])
+            now_ms = min(map(_milliseconds, clocks))
+            return {rule.name: now_ms - rule.windows.lateness_ms for rule in rules}
+
+        return Emitter(own, [self.rule], watermarks, self._tick_s)
+
+    def _publisher(self) -> Any:
+        from tailrace.driver.publisher import Publisher
+
+        own = Shards(self._shards.options, self._shards.run_ids)
+        return Publisher(own, {"bootstrap.servers": self._kafka, "log_level": 2}, POSITIONS, {self.rule.output: 1})
+
+
+def _open(options: StoreOptions) -> Shards:
+    """Open the store with the number of shards that it has."""
+    shards = Shards(options).open()
+    (stored,) = shards.run_all([(0, ("HGET", shards.keys.meta(0), "shards"))])
+    if stored is not None and int(stored) != options.shards:
+        shards.close()
+        shards = Shards(msgspec.structs.replace(options, shards=int(stored))).open()
+    prepare(shards)
+    return shards
+
+
+def _rule_from(table: Mapping[str, Any]) -> Rule:
+    table = dict(table)
+    name = table.pop("name", None)
+    if not isinstance(name, str) or not name:
+        raise ConfigError('a rule has a name: {"name": "accounts", "group": "account_id", "quiet": "5m"}')
+    try:
+        return rule_of(name, FoldSettings(**table))
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False)]
+        raise ConfigError(f"the rule {name!r} cannot be used: " + "; ".join(lines)) from None
+
+
+def _overtaken(loop: Any) -> bool:
+    return isinstance(loop.failure, PipelineError) and "took over" in str(loop.failure)
+
+
+def _milliseconds(clock: Any) -> int:
+    return int(clock[0]) * 1000 + int(clock[1]) // 1000
