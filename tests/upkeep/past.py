@@ -35,10 +35,10 @@ from tailrace.valkey.shards import Shards, StoreOptions, prepare
 from tailrace.view import View
 from tailrace.views import VIEWS
 from tailrace.views.tags.model import Tagger
-from tailrace.views.tags.rows.cassandra import CassandraOptions
 from tailrace.views.tags.rows.model import RowKey, StoredRow
 from tailrace.views.tags.rows.store import RowWalk, RowWriter, writer
 from tailrace.views.tags.rows.upkeep import RowErasing
+from tailrace.views.tags.settings import CassandraSettings
 from tailrace.views.tags.upkeep import LogErasing, erasing
 from tailrace.views.tags.write import TagsPlan
 from tests.log.rig import Rig, rig
@@ -349,7 +349,7 @@ class TagPast(Past):
 
     def named(self, name: str) -> list[tuple[Record, tuple[Any, ...]]]:
         """Return the events of a tag by the present settings, each with what its body has of it."""
-        tagger, found = Tagger(TagsPlan.of(self.settings).tagging), list[tuple[Record, tuple[Any, ...]]]()
+        tagger, found = Tagger(self.settings.tags), list[tuple[Record, tuple[Any, ...]]]()
         for r in self.produced:
             event = tagger.read(r.key, r.value or b"", r.offset)
             if not isinstance(event, str) and name in event.tags:
@@ -408,7 +408,7 @@ class RowPast(TagPast):
     """One topic, in Kafka and in rows."""
 
     def __init__(
-        self, kafka: str, store: StoreOptions, rows: CassandraOptions, spark: Any, partitions: int = 2, **flags: object
+        self, kafka: str, store: StoreOptions, rows: CassandraSettings, spark: Any, partitions: int = 2, **flags: object
     ) -> None:
         self.options = rows
         at = {"cassandra__port": rows.port, "cassandra__keyspace": rows.keyspace, "cassandra__timeout": "30s"}

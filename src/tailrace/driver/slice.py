@@ -5,11 +5,10 @@ slice is consecutive records of one partition, as plain columns, checked for poi
 at a slice and returns the windows that shards have to write. The host (``one_pass``) owns the marks, the calls and the
 answers.
 
-Slices are cut from the batches of Spark's Kafka reader, or read by the task itself, as ranges of offsets. Spark's
-reader costs about a second of one core to start, and brings every record through the JVM to Python, where most are
-found not to match; a ``RangeReader`` never makes more than bytes of a record that lacks what is looked for. Invariant:
-of a partition, it reads the committed records from the first offset up to, not including, the last, in order and each
-once; those that Kafka no longer has are passed over.
+The live query cuts slices from the batches of Spark's Kafka reader. All that reads the past reads it in the task
+itself, as ranges of offsets: a ``RangeReader`` never makes more than bytes of a record that lacks what is looked for.
+Invariant: of a partition, it reads the committed records from the first offset up to, not including, the last, in order
+and each once.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
-from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
+from confluent_kafka import Consumer, KafkaError, TopicPartition
 
 from tailrace.config.settings import Settings
 from tailrace.errors import BrokerUnavailable
@@ -202,13 +201,10 @@ _idle: dict[str, Consumer] = {}
 
 
 @contextmanager
-def consumer_of(properties: Mapping[str, Any]) -> Iterator[Consumer]:
+def _consumer(properties: dict[str, Any]) -> Iterator[Consumer]:
     """Lend the consumer of this process; one that something went wrong with is not used again."""
     key = repr(sorted(properties.items()))
-    consumer = _idle.pop(key, None) or Consumer(
-        # What is fetched beyond the end of a range is fetched for nobody.
-        {**reader_properties(properties, "tailrace-scans", 8 << 10), "fetch.message.max.bytes": 2 << 20}
-    )
+    consumer = _idle.pop(key, None) or Consumer(properties)
     try:
         yield consumer
         consumer.unassign()
@@ -224,33 +220,60 @@ class RangeReader:
     """Reads what a task is given: of each partition, by its label, the first offset and the one behind the last."""
 
     def __init__(self, properties: Mapping[str, Any]) -> None:
-        self._properties = dict(properties)
+        # What is fetched beyond the end of a range is fetched for nobody.
+        ahead = {"fetch.message.max.bytes": 2 << 20}
+        self._properties = reader_properties(properties, "tailrace-scans", 8 << 10) | ahead
 
     def __call__(
         self, part: Mapping[str, tuple[int, int]], passes: Passes | None
     ) -> Iterator[tuple[Slice | None, int]]:
         """Yield records that pass, if there are any, and how many bytes the keys and values of all have meanwhile.
 
-        It is not looked yet whether records are poison.
+        Those that Kafka no longer has are passed over. It is not looked yet whether records are poison.
         """
-        with consumer_of(self._properties) as consumer:
+        with _consumer(self._properties) as consumer:
             for label, (first, until) in part.items():
                 yield from _read_range(consumer, Partition.parse(label), first, until, passes)
 
+    def whole(self, part: Mapping[str, tuple[int, int]], limits: RecordLimits) -> Iterator[Slice]:
+        """Yield every record, tombstones too.
 
-def shared_out(ranges: Mapping[str, tuple[int, int]], tasks: int) -> list[dict[str, tuple[int, int]]]:
-    """Share ranges out to so many tasks at most: a partition belongs to one task, and all get about as much."""
-    parts: list[dict[str, tuple[int, int]]] = [{} for _ in range(min(tasks, len(ranges)))]
+        Raises:
+            BrokerUnavailable: Kafka does not answer, or no longer has all of them.
+        """
+        with _consumer(self._properties | {"auto.offset.reset": "error"}) as consumer:
+            for label, (first, until) in part.items():
+                for records, _ in _read_range(consumer, Partition.parse(label), first, until, None, whole=True):
+                    if records is not None:
+                        found = _poison(pa.array(records.values, pa.binary()), records.values, limits)
+                        yield msgspec.structs.replace(records, poison=found)
+
+
+def shared_out(
+    ranges: Mapping[str, tuple[int, int]], tasks: int, *, cut: bool = False
+) -> list[dict[str, tuple[int, int]]]:
+    """Share ranges out to so many tasks at most, so that all get about as much.
+
+    A partition belongs to one task, unless ranges may be ``cut``.
+    """
+    total = sum(until - first for first, until in ranges.values())
+    most = -(-total // tasks) if cut else total
+    pieces = [
+        (label, begin, min(begin + most, until))
+        for label, (first, until) in ranges.items()
+        for begin in range(first, until, most)
+    ]
+    parts: list[dict[str, tuple[int, int]]] = [{} for _ in range(min(tasks, len(pieces)))]
     sizes = [0] * len(parts)
-    for label, (first, until) in sorted(ranges.items(), key=lambda each: each[1][0] - each[1][1]):
-        least = sizes.index(min(sizes))
+    for label, first, until in sorted(pieces, key=lambda piece: piece[1] - piece[2]):
+        least = min((i for i, part in enumerate(parts) if label not in part), key=sizes.__getitem__)
         parts[least][label] = first, until
         sizes[least] += until - first
     return parts
 
 
 def _read_range(
-    consumer: Consumer, partition: Partition, first: int, until: int, passes: Passes | None
+    consumer: Consumer, partition: Partition, first: int, until: int, passes: Passes | None, *, whole: bool = False
 ) -> Iterator[tuple[Slice | None, int]]:
     consumer.assign([TopicPartition(partition.topic, partition.partition, first)])
     reached, heard, short = first, time.monotonic(), None
@@ -262,7 +285,7 @@ def _read_range(
         for message in messages:
             if (error := message.error()) is not None:
                 if error.code() != KafkaError._PARTITION_EOF:
-                    raise KafkaException(error)
+                    raise BrokerUnavailable(f"kafka does not send {partition} from offset {reached}: {error.str()}")
                 if message.offset() >= until:  # type: ignore[operator]
                     reached = until  # the last offsets have no records
                 short = now if short is None else short
@@ -275,10 +298,12 @@ def _read_range(
                 break
             key, value = message.key(), message.value()
             size += (0 if key is None else len(key)) + (0 if value is None else len(value))
-            if value is not None and (passes is None or passes(key, value)):
+            if passes is None or (value is not None and passes(key, value)):
                 taken.append(message)
         yield _slice(partition, taken) if taken else None, size
         if reached < until and short is not None and now - short >= SHORT_S:
+            if whole:
+                raise BrokerUnavailable(f"kafka ends at offset {reached} of {partition}, before {until}")
             return
         if now - heard >= SILENCE_S:
             raise BrokerUnavailable(f"kafka sends nothing of {partition} from offset {reached}")

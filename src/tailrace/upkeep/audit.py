@@ -19,8 +19,18 @@ import msgspec
 import pyarrow as pa
 
 from tailrace.config.settings import Settings
+from tailrace.driver.slice import Slice
 from tailrace.log.segment import DAY_MS
-from tailrace.upkeep.copy import Assignment, History, ViewCopy, WantedNames, arrow_batch, may_have_dropped, replay
+from tailrace.upkeep.copy import (
+    Assignment,
+    History,
+    MapRecords,
+    ViewCopy,
+    WantedNames,
+    arrow_batch,
+    may_have_dropped,
+    replay,
+)
 from tailrace.upkeep.examine import Finding, Tally, fingerprint, stray_keys
 from tailrace.upkeep.job import JobLease, now_ms
 from tailrace.upkeep.spark import spark_for
@@ -83,7 +93,7 @@ class Auditing:
     Args:
         pattern: Only names that match.
         keys: Also look through all keys for some that nobody owns.
-        spark: A session that has Kafka's connector; one is started, and ended, without it.
+        spark: A session; one is started, and ended, without it.
         stopped: True if the run is to end at the next opportunity.
 
     Raises:
@@ -189,15 +199,15 @@ class Auditor:
                 totals.update(msgspec.json.decode(row.detail, type=dict[str, int]))
         return [Finding(*row) for row in rows if row.kind != TOTALS], totals, work
 
-    def _job(self, most: int | None, work: Assignment, records: Any) -> Any:
+    def _job(self, most: int | None, work: Assignment, records: MapRecords) -> Any:
         from pyspark.sql.functions import expr
 
         now, count = self._clock(), work.plan.store.shards
         # A multiple of the shards: each part of a log view lies in one of them.
         parts = count * max(1, -(-2 * int(self._spark.sparkContext.defaultParallelism) // count))
 
-        def kafka_side(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-            yield from _sum_batches(_kafka_sums(work, batches))
+        def kafka_side(slices: Iterator[Slice]) -> Iterator[pa.RecordBatch]:
+            yield from _sum_batches(_kafka_sums(work, slices))
 
         def view_side(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             mine = [i for batch in batches for i in batch.column(0).to_pylist()]
@@ -206,9 +216,7 @@ class Auditor:
         def judge(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             yield from _judge(work, now, most, batches)
 
-        sums = self._spark.range(0, parts, 1, parts).mapInArrow(view_side, SUMS)
-        if records is not None:
-            sums = sums.unionAll(records.mapInArrow(kafka_side, SUMS))
+        sums = self._spark.range(0, parts, 1, parts).mapInArrow(view_side, SUMS).unionAll(records(kafka_side, SUMS))
         added = [f"sum({column}) AS {column}" for column in ("kafka", "view", "low", "high")]
         return (
             sums.repartition(parts, "name")
@@ -222,9 +230,9 @@ class Auditor:
 # In tasks.
 
 
-def _kafka_sums(work: Assignment, batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[object, ...]]:
+def _kafka_sums(work: Assignment, slices: Iterable[Slice]) -> Iterator[tuple[object, ...]]:
     tally: Tally[tuple[str, str, int]] = Tally()
-    for records, rows in replay(work, batches):
+    for records, rows in replay(work, slices):
         partition, headers = str(records.partition), records.headers
         offsets, times, keys, values = records.offsets, records.times, records.keys, records.values
         for i, _, name, fields in rows:

@@ -6,35 +6,43 @@ on any ``ViewCopy``. The same value goes to Spark's tasks, so it holds settings 
 ``History`` reads with Spark, in one batch, the records that Kafka still has of those the view has applied. Invariant: a
 record is in the history of a name if the pipeline would write it there, Kafka still has it, and the name's shard has
 applied it. Topics that Kafka compacts, or that are not those which the view was made from, are left out as a whole and
-reported. When Kafka drops records while they are read, the job ends, and begins again.
+reported. Tasks read Kafka themselves, as ranges of offsets. When Kafka drops records before they are read, the job
+ends, and begins again with the ranges that there are then.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from functools import partial
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 import msgspec
 import pyarrow as pa
 
 from tailrace.config.settings import Settings
-from tailrace.driver.slice import COLUMNS, Plan, Slice, ViewPlan, Writer, make_plan, slices
-from tailrace.driver.source import reader_options, tasks
+from tailrace.driver.slice import Plan, RangeReader, RecordLimits, Slice, ViewPlan, Writer, make_plan, shared_out
+from tailrace.driver.source import tasks
 from tailrace.errors import BadRequest, PipelineError
-from tailrace.kafka.broker import Broker, Topic
+from tailrace.kafka.broker import Broker, Topic, client_properties
 from tailrace.log.event import Headers, Partition
 from tailrace.log.run import Run, TagFields
 from tailrace.log.segment import DAY_MS, day_text
 from tailrace.upkeep.examine import Bounds, Erasures, Examined, ExaminedEntry, Finding, is_erased
 from tailrace.upkeep.job import BucketSettings, matcher, milliseconds
-from tailrace.upkeep.spark import ATTEMPTS, collect
+from tailrace.upkeep.spark import collect
 from tailrace.valkey.marks import NOTHING, read_generations, read_marks
 from tailrace.valkey.shards import Shards
 
 logger = logging.getLogger(__name__)
+
+ATTEMPTS = 3
+"""Attempts of a job, in all, while Kafka drops the records that it reads."""
+
+T = TypeVar("T")
+MapRecords: TypeAlias = Callable[[Callable[[Iterator[Slice]], Iterator[pa.RecordBatch]], str], Any]
+"""Returns the data frame of what tasks make of Kafka's records, given its schema."""
 
 REBUILT, SAME, FEWER, MOVED, BROKEN = "rebuilt", "same", "fewer", "moved", "broken"
 """Verdicts on a log: it was replaced; or left, since nothing would change, since it has more than Kafka, since it
@@ -102,8 +110,8 @@ class ViewCopy(ABC):
         """Prepare the shards for a rebuild; without a token, for a dry run, change nothing."""
 
     @abstractmethod
-    def rebuild(self, spark: Any, plan: RebuildPlan, records: Any) -> Any:
-        """Return the data frame of a rebuild's outcomes, given Kafka's records of the extent, or None."""
+    def rebuild(self, spark: Any, plan: RebuildPlan, records: MapRecords) -> Any:
+        """Return the data frame of a rebuild's outcomes, given Kafka's records of the extent."""
 
     def numbering(self, shards: Shards, name: str, now_ms: int) -> Numbering | None:
         """Return the numbering of a log that is restored; None if it has no tag fields."""
@@ -319,7 +327,7 @@ class History:
         self,
         shards: Shards,
         wanted: WantedNames,
-        job: Callable[[Assignment, Any], Any],
+        job: Callable[[Assignment, MapRecords], Any],
         marks: Sequence[Mapping[Partition, int]] | None = None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> tuple[list[Any], Assignment]:
@@ -332,16 +340,15 @@ class History:
         Raises:
             PipelineError: Spark failed, or the job was stopped.
         """
-        for attempt in range(ATTEMPTS):
-            extent = self.extent(shards, marks)
-            try:
-                work = self.assign(shards, extent, wanted)
-                return collect(self._spark, job(work, self._records(extent)), stopped), work
-            except PipelineError as error:
-                if attempt == ATTEMPTS - 1 or stopped() or not self._has_moved(extent):
-                    raise
-                logger.warning("%s; Kafka has dropped records meanwhile: once more", error)
-        raise AssertionError
+
+        def begin() -> Assignment:
+            return self.assign(shards, self.extent(shards, marks), wanted)
+
+        def frame(work: Assignment) -> Any:
+            ranges = {str(partition): (first, last + 1) for partition, (first, last) in work.extent.ranges.items()}
+            return job(work, partial(map_records, self._settings, self._spark, ranges))
+
+        return collect_past(self._spark, begin, frame, self._has_moved, stopped)
 
     def extent(self, shards: Shards, marks: Sequence[Mapping[Partition, int]] | None = None) -> Extent:
         """Return the records to read, up to these marks or up to those of this moment.
@@ -380,30 +387,9 @@ class History:
         }
         return Assignment(plan, self._copy, extent, wanted, erased)
 
-    def _records(self, extent: Extent) -> Any:
-        """Return the records of an extent as a data frame of the pipeline's columns; None if there are none."""
-        if not extent.ranges:
-            return None
-        starts: dict[str, dict[str, int]] = {}
-        ends: dict[str, dict[str, int]] = {}
-        for partition, (first, last) in extent.ranges.items():
-            starts.setdefault(partition.topic, {})[str(partition.partition)] = first
-            ends.setdefault(partition.topic, {})[str(partition.partition)] = last + 1
-        options = reader_options(self._settings, starts)
-        del options["subscribePattern"], options["maxOffsetsPerTrigger"]
-        most = tasks(self._settings, self._spark)
-        options |= {
-            "assign": json.dumps({topic: list(map(int, partitions)) for topic, partitions in starts.items()}),
-            "endingOffsets": json.dumps(ends),
-            "failOnDataLoss": "true",
-            "minPartitions": str(most),
-        }
-        rows = self._spark.read.format("kafka").options(**options).load().selectExpr(*COLUMNS)
-        return rows.coalesce(most) if len(extent.ranges) > most else rows
-
-    def _has_moved(self, extent: Extent) -> bool:
-        """Return whether Kafka no longer has all of an extent, or has other topics under its names."""
-        topics = self._broker.topics()
+    def _has_moved(self, work: Assignment) -> bool:
+        """Return whether Kafka no longer has all of the extent, or has other topics under its names."""
+        extent, topics = work.extent, self._broker.topics()
         if any(topics.get(name) is None or topics[name].id != topic.id for name, topic in extent.topics.items()):
             return True
         bounds = self._broker.bounds(extent.topics.values())
@@ -413,20 +399,73 @@ class History:
         )
 
 
+def collect_past(
+    spark: Any,
+    begin: Callable[[], T],
+    job: Callable[[T], Any],
+    has_moved: Callable[[T], bool],
+    stopped: Callable[[], bool],
+) -> tuple[list[Any], T]:
+    """Run a job over Kafka's past, again if Kafka drops records that it was about to read.
+
+    Args:
+        begin: Returns what there is to read now.
+        job: Returns the data frame of the job, given that.
+        has_moved: True if Kafka no longer has all of it.
+
+    Raises:
+        PipelineError: Spark failed, or the job was stopped.
+    """
+    for attempt in range(ATTEMPTS):
+        past = begin()
+        try:
+            return collect(spark, job(past), stopped), past
+        except PipelineError as error:
+            if attempt == ATTEMPTS - 1 or stopped() or not has_moved(past):
+                raise
+            logger.warning("%s; Kafka has dropped records meanwhile: once more", error)
+    raise AssertionError
+
+
+def map_records(
+    settings: Settings,
+    spark: Any,
+    ranges: Mapping[str, tuple[int, int]],
+    work: Callable[[Iterator[Slice]], Iterator[pa.RecordBatch]],
+    schema: str,
+    *,
+    cut: bool = True,
+) -> Any:
+    """Return the data frame of what tasks make of Kafka's records.
+
+    Args:
+        ranges: Of each partition, by its label, the first offset and the one behind the last.
+        cut: True if several tasks may read a partition.
+    """
+    limits = RecordLimits(settings.pipeline.max_event_bytes, settings.pipeline.max_depth)
+    reader = RangeReader(client_properties(settings))
+    parts = shared_out(ranges, tasks(settings, spark), cut=cut) or [{}]
+
+    def run(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        mine = (parts[i] for batch in batches for i in batch.column(0).to_pylist())
+        yield from work(records for part in mine for records in reader.whole(part, limits))
+
+    return spark.range(0, len(parts), 1, len(parts)).mapInArrow(run, schema)
+
+
 def replay(
-    work: Assignment, batches: Iterable[pa.RecordBatch]
+    work: Assignment, slices: Iterable[Slice]
 ) -> Iterator[tuple[Slice, list[tuple[int, int, str, TagFields | None]]]]:
     """Yield the history of wanted names: slices, with row, shard, name and tag fields of each event in them.
 
     A record that belongs to several logs comes several times.
     """
     writer, wanted, erased = work.writer(), work.wanted.test(), work.erased
-    for batch in batches:
-        for records in slices(batch, work.plan.generations, work.plan.limits):
-            last = [bounds.get(records.partition, (0, NOTHING))[1] for bounds in work.extent.shards]
-            offsets, partition = records.offsets, str(records.partition)
-            rows = [row for row in writer.named(records) if offsets[row[0]] <= last[row[1]] and wanted(row[2])]
-            if erased:
-                rows = [row for row in rows if not is_erased(erased.get(row[2]), row[3], partition, offsets[row[0]])]
-            if rows:
-                yield records, rows
+    for records in slices:
+        last = [bounds.get(records.partition, (0, NOTHING))[1] for bounds in work.extent.shards]
+        offsets, partition = records.offsets, str(records.partition)
+        rows = [row for row in writer.named(records) if offsets[row[0]] <= last[row[1]] and wanted(row[2])]
+        if erased:
+            rows = [row for row in rows if not is_erased(erased.get(row[2]), row[3], partition, offsets[row[0]])]
+        if rows:
+            yield records, rows

@@ -61,7 +61,7 @@ class Work(Protocol):
     def facts(self) -> dict[str, object]: ...
 
 
-class Looking(Protocol):
+class Looking(Work, Protocol):
     """One run of a job that can also report what it would do."""
 
     def look(self, shards: Shards) -> dict[str, object]: ...

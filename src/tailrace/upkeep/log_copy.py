@@ -22,6 +22,7 @@ from zlib import crc32
 import msgspec
 import pyarrow as pa
 
+from tailrace.driver.slice import Slice
 from tailrace.log.event import Partition
 from tailrace.log.segment import DAY_MS, Segment, bucket_start
 from tailrace.log.store import LogRegistry, Staging
@@ -33,6 +34,7 @@ from tailrace.upkeep.copy import (
     SAME,
     Assignment,
     Body,
+    MapRecords,
     Numbering,
     RebuildPlan,
     RebuildStart,
@@ -369,7 +371,7 @@ class LogCopy(ViewCopy):
         failpoint("reopened")
         return RebuildStart(tuple(marks for _, marks in opened), tuple(epoch for epoch, _ in opened))
 
-    def rebuild(self, spark: Any, plan: RebuildPlan, records: Any) -> Any:
+    def rebuild(self, spark: Any, plan: RebuildPlan, records: MapRecords) -> Any:
         from pyspark.sql import Window
         from pyspark.sql.functions import coalesce, col, least, lit
         from pyspark.sql.functions import max as highest
@@ -381,8 +383,7 @@ class LogCopy(ViewCopy):
 
         # Every name has a row of its own, so that a log of which Kafka has nothing is restored too.
         rows = spark.createDataFrame([(name, "", -1, 0, None) for name in names], RECORDS)
-        if records is not None:
-            rows = rows.unionAll(records.mapInArrow(lambda batches: route(work, batches), RECORDS))
+        rows = rows.unionAll(records(lambda slices: route(work, slices), RECORDS))
         each = Window.partitionBy("name", "source").orderBy("offset")
         latest = plan.now_ms + work.writer().future_ms
         # A time that none of the next records comes near is one from the future; it must not hold back what follows.
@@ -408,9 +409,9 @@ class LogCopy(ViewCopy):
 # In tasks.
 
 
-def route(work: Assignment, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def route(work: Assignment, slices: Iterable[Slice]) -> Iterator[pa.RecordBatch]:
     """Yield Kafka's records with the names of their logs."""
-    for records, rows in replay(work, batches):
+    for records, rows in replay(work, slices):
         partition, heads = str(records.partition), records.headers
         bodies: dict[int, bytes] = {}
         for i, _, _, fields in rows:

@@ -61,7 +61,7 @@ def jobs_of(settings: Settings, views: Iterable[View], spread: Spread) -> Jobs:
         return run_job(settings, Packing(view, rules, Scope(stopped=stopped), spread=spread, throttle=throttle))
 
     def audit_once(view: str, stopped: Stopped) -> Facts:
-        spread.stop()  # an audit reads Kafka, and its session has the connector
+        spread.stop()  # an audit has a session of its own
         return run_job(settings, Auditing(settings, by_name[view], stopped=stopped))
 
     return {

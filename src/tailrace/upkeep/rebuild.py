@@ -28,6 +28,7 @@ from tailrace.log.segment import DAY_MS, PACKED, Segment
 from tailrace.log.store import NewSegment, Staging
 from tailrace.upkeep.audit import Auditor
 from tailrace.upkeep.copy import (
+    ATTEMPTS,
     DIFFERS,
     MOVED,
     NO_ROOM,
@@ -43,7 +44,7 @@ from tailrace.upkeep.copy import (
 from tailrace.upkeep.examine import Bounds, fingerprint
 from tailrace.upkeep.job import JobLease, milliseconds, now_ms
 from tailrace.upkeep.pack import SegmentStage
-from tailrace.upkeep.spark import ATTEMPTS, spark_for
+from tailrace.upkeep.spark import spark_for
 from tailrace.valkey.shards import Shards
 from tailrace.view import View
 
@@ -55,7 +56,7 @@ class Rebuilding:
         name: One stream; None = all of them.
         day_ms: Begin of the one UTC day to restore; None = all days.
         source: Only logs with events of this source; its erased events come back.
-        spark: A session that has Kafka's connector; one is started, and ended, without it.
+        spark: A session; one is started, and ended, without it.
 
     Raises:
         BadRequest: The view has no copy of Kafka's records, or an option makes no sense for it.

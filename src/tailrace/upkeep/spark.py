@@ -12,20 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from tailrace.config.settings import Settings
 from tailrace.config.values import Properties
-from tailrace.embedded.jars import cache_folder, fetch
 from tailrace.errors import PipelineError
 
 logger = logging.getLogger(__name__)
 
 NICE = 10
 LOOK_S = 0.2
-ATTEMPTS = 3
-"""Attempts of a job, in all, while Kafka drops the records that it reads."""
 EXECUTORS_S = 60.0
 """Limit of the wait for a cluster's first executor."""
 
@@ -51,14 +47,14 @@ def supervise(context: Any, work: Callable[[], Any], is_over: Callable[[], bool]
         return result.result()
 
 
-def begin_session(settings: Settings, jars: Sequence[Path] = ()) -> Any:
+def begin_session(settings: Settings) -> Any:
     """Start a session for batch jobs. Ctrl-C and standard output stay ours; Spark would take both."""
     from tailrace.driver.source import session
 
     conf = Properties({"spark.app.name": "tailrace upkeep", **settings.spark.conf})
     spark = settings.spark.model_copy(update={"conf": conf})
     with _keep_ctrl_c(), _keep_stdout():
-        return session(settings.model_copy(update={"spark": spark}), jars)
+        return session(settings.model_copy(update={"spark": spark}), ())
 
 
 def end_session(spark: Any = None) -> None:
@@ -133,14 +129,14 @@ def spark_for(settings: Settings, spark: Any = None) -> Iterator[Any]:
     if spark is not None:
         yield spark
         return
-    own = begin_session(settings, fetch("spark", cache_folder(settings.spark.jars)))
+    own = begin_session(settings)
     try:
         yield own
     finally:
         end_session(own)
 
 
-def collect(spark: Any, frame: Any, stopped: Callable[[], bool] = lambda: False) -> list[Any]:
+def collect(spark: Any, frame: Any, stopped: Callable[[], bool]) -> list[Any]:
     """Run a job and return its rows; give it up when ``stopped`` says so.
 
     Raises:

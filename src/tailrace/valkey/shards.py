@@ -237,6 +237,10 @@ class Shards(_Client):
             placed = self._resolve().nodes_of(key for key, _ in commands)
             return self._run([(address, command) for address, (_, command) in zip(placed, commands, strict=True)])
 
+    def run_key(self, command: str, key: str, *args: Arg) -> Any:
+        """Run one command on a key."""
+        return self.run_keyed([(key, (command, key, *args))])[0]
+
     def _run(self, placed: Sequence[tuple[Address | None, tuple[Arg, ...]]]) -> list[Any]:
         answers: list[Any] = [None] * len(placed)
         try:
@@ -333,6 +337,10 @@ class Nodes(_Client):
         """Run commands on the nodes of keys, in one round trip per node; answers in the order of the commands."""
         placed = (await self._resolve()).nodes_of(key for key, _ in commands)
         return await self._run([(address, command) for address, (_, command) in zip(placed, commands, strict=True)])
+
+    async def read_key(self, command: str, key: str, *args: Arg) -> Any:
+        """Run one command on a key."""
+        return (await self.read_keyed([(key, (command, key, *args))]))[0]
 
     async def call(self, shard: int, name: str, *args: Arg) -> Any:
         """Call a function of the library on a shard.

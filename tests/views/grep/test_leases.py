@@ -75,14 +75,14 @@ async def test_a_paused_process_that_returns_takes_another_name_and_its_old_one_
     life = await registered(nodes)
     paused = Leases(nodes)
     await paused.beat()
-    number = await paused.take(life.search.id)
+    lease = await paused.take(life.search.id)
     monkeypatch.setattr(module, "SILENT_MS", 0)
     Watchdog(shards, DAY_MS).look()
     old = paused.process
     await paused.beat()
     assert paused.process != old
     assert followers(shards) == {life.search.id.encode(): b"1"}
-    await paused.give_up(number)
+    await paused.give_up(lease)
     assert followers(shards) == {}
     assert shards.call(0, "follow", old, 1, life.search.id) == [b"buried"]
     assert shards.call(0, "heartbeat", old, b"{}", 0) == [b"buried"]
@@ -96,19 +96,19 @@ async def test_a_lease_says_what_its_connection_asks_for_also_after_its_process_
     held = Leases(nodes)
     await held.beat()
     asked = LeaseRequest(life.number, "-1h", 4096, "me")
-    numbers = [await held.take(life.search.id, asked), await held.take(life.search.id)]
+    taken = [await held.take(life.search.id, asked), await held.take(life.search.id)]
     found = connections(shards, life.search.id)
-    assert found.keys() == {f"{held.process} {number}" for number in numbers}
-    connection = found[f"{held.process} {numbers[0]}"]
+    assert found.keys() == {f"{held.process} {lease.number}" for lease in taken}
+    connection = found[f"{held.process} {taken[0].number}"]
     since = connection.pop("since_ms")
     assert connection == {"life": life.number, "start": "-1h", "window": 4096, "client": "me"}
     monkeypatch.setattr(module, "SILENT_MS", 0)
     Watchdog(shards, DAY_MS).look()
     assert connections(shards, life.search.id) == {}
     await held.beat()
-    assert connections(shards, life.search.id)[f"{held.process} {numbers[0]}"] == {**connection, "since_ms": since}
-    for number in numbers:
-        await held.give_up(number)
+    assert connections(shards, life.search.id)[f"{held.process} {taken[0].number}"] == {**connection, "since_ms": since}
+    for lease in taken:
+        await held.give_up(lease)
     assert connections(shards, life.search.id) == {}
 
 
@@ -126,10 +126,10 @@ async def test_a_lease_that_is_given_up_while_a_process_begins_anew_does_not_sta
 ) -> None:
     life = await registered(nodes)
     held = Leases(nodes)
-    numbers = [await held.take(life.search.id) for _ in range(30)]
+    taken = [await held.take(life.search.id) for _ in range(30)]
     monkeypatch.setattr(module, "SILENT_MS", 0)
     Watchdog(shards, DAY_MS).look()
-    await asyncio.gather(held.beat(), *(held.give_up(number) for number in numbers[:20]))
+    await asyncio.gather(held.beat(), *(held.give_up(lease) for lease in taken[:20]))
     assert followers(shards) == {life.search.id.encode(): b"10"}
     assert len(connections(shards, life.search.id)) == len(held) == 10
 
@@ -207,9 +207,9 @@ async def test_a_search_that_is_followed_or_was_lately_is_not_forgotten(nodes: N
     life = await registered(nodes)
     held = Leases(nodes)
     await held.beat()
-    number = await held.take(life.search.id)
+    lease = await held.take(life.search.id)
     assert Watchdog(shards, -1).look() == ([], [])
-    await held.give_up(number)
+    await held.give_up(lease)
     assert Watchdog(shards, DAY_MS).look() == ([], [])
     assert Watchdog(shards, -1).look() == ([], [life.name])
 

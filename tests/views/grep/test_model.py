@@ -95,6 +95,13 @@ def test_a_query_is_refused_for_what_it_is_and_for_its_size() -> None:
     assert make_search("", {"a": {"$in": [1, 2]}}, '["x"]', QueryLimits(in_members=2)).compiled().asks_record
 
 
+def test_a_query_that_the_settings_allow_is_compiled_wherever_it_is_needed() -> None:
+    limits = QueryLimits(regex_length=5_000, regex_size=10_000)
+    search = make_search("", {"a": {"$regex": "x" * 1_500}}, '["k"]', limits)
+    assert search.id
+    assert search.compiled().matches({"a": "x" * 1_500}, {"key": ["k"]})
+
+
 # When two searches are the same.
 
 

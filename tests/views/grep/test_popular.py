@@ -74,7 +74,7 @@ def grow_old(shards: Shards, life: SearchLife, ms: int) -> None:
 async def test_a_connection_counts_once_in_each_window_in_which_it_is_open(nodes: Nodes, shards: Shards) -> None:
     life, held = await begun(nodes), Leases(nodes)
     await held.beat()
-    numbers = [await held.take(life.search.id) for _ in range(3)]
+    taken = [await held.take(life.search.id) for _ in range(3)]
     for _ in range(3):
         await held.beat()
     assert popular(shards, life) == 3
@@ -85,9 +85,9 @@ async def test_a_connection_counts_once_in_each_window_in_which_it_is_open(nodes
         await held.beat()
     assert popular(shards, life) == 4
     next_window(shards)
-    await held.give_up(numbers[0])  # it was open for a moment of this window
+    await held.give_up(taken[0])  # it was open for a moment of this window
     await held.beat()
-    await held.give_up(numbers[1])
+    await held.give_up(taken[1])
     assert popular(shards, life) == 4
     next_window(shards)
     await held.beat()

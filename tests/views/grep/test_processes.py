@@ -13,7 +13,7 @@ import pytest
 
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.log.event import iso_time
-from tailrace.testing.service import ServiceProcess
+from tailrace.testing.installation import ServiceProcess
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.grep import driver
 from tailrace.views.grep.driver import Watchdog

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from confluent_kafka import Producer
 
-from tailrace.driver.slice import RangeReader, shared_out
+from tailrace.driver.slice import RangeReader, RecordLimits, shared_out
 from tailrace.embedded.kafka import EmbeddedKafka
+from tailrace.errors import BrokerUnavailable
 from tailrace.valkey.shards import StoreOptions
 from tests.views.grep.rig import random_records
 from tests.views.grep.site import Site
@@ -56,6 +58,36 @@ def test_what_kafka_has_dropped_is_passed_over_and_what_it_never_had_is_nothing(
     assert read(site, {f"{topic}:0": (5, 30)})[0] == [f"{topic}:0:{offset}" for offset in range(20, 30)]
     assert read(site, {f"{topic}:0": (5, 15)})[0] == []
     assert read(site, {f"{topic}:0": (70, 80)})[0] == []
+
+
+def test_a_range_that_must_be_whole_has_all_records_or_is_an_error(kafka: EmbeddedKafka, store: StoreOptions) -> None:
+    site = Site(kafka.address, store)
+    topic = site.topic("a", 1)
+    records = [r._replace(value=r.value or b"{}") for r in random_records(site.chance, topic, 0, 50)]
+    records[7], records[9] = records[7]._replace(value=None), records[9]._replace(value=b"no JSON")
+    site.put(records)
+    reader, label, limits = RangeReader({"bootstrap.servers": site.kafka, "log_level": 0}), f"{topic}:0", RecordLimits()
+    parts = list(reader.whole({label: (5, 50)}, limits))
+    offsets = [offset for part in parts for offset in part.offsets]
+    assert offsets == list(range(5, 50))
+    assert [value for part in parts for value in part.values] == [r.value for r in records[5:]]
+    assert 9 in [part.offsets[i] for part in parts for i in part.poison]
+    site.forget(topic, 0, 20)
+    for lost in ((5, 30), (5, 15), (70, 80)):
+        with pytest.raises(BrokerUnavailable):
+            list(reader.whole({label: lost}, limits))
+    (part,) = reader.whole({label: (20, 22)}, limits)
+    assert part.offsets == [20, 21]
+
+
+def test_a_range_that_may_be_cut_is_shared_by_all_tasks() -> None:
+    ranges = {"t:0": (5, 95), "t:1": (0, 7), "t:2": (0, 3)}
+    parts = shared_out(ranges, 4, cut=True)
+    read = sorted((label, n) for part in parts for label, (first, until) in part.items() for n in range(first, until))
+    assert read == sorted((label, n) for label, (first, until) in ranges.items() for n in range(first, until))
+    assert len(parts) == 4
+    assert max(sum(until - first for first, until in part.values()) for part in parts) <= 35
+    assert shared_out({}, 4, cut=True) == []
 
 
 def test_a_source_is_read_by_one_task_and_all_have_about_as_much() -> None:

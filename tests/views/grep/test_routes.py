@@ -15,7 +15,7 @@ import pytest
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import SearchEnded, TooManySearches
 from tailrace.log.event import shard_of
-from tailrace.testing.service import ServiceThread
+from tailrace.testing.installation import ServiceThread
 from tailrace.valkey.shards import Nodes, Shards, StoreOptions, prepare
 from tailrace.views.grep import store as leasing
 from tailrace.views.grep.model import make_search
@@ -137,7 +137,7 @@ async def test_a_search_is_ended_if_nobody_follows_it_or_by_force(client: httpx.
     searches, held = Searches(nodes), Leases(nodes)
     life = await searches.register(make_search("jobs", {}), NOON)
     url = f"{PATH}/{life.search.id}"
-    number = await held.take(life.search.id)
+    lease = await held.take(life.search.id)
     detail = problem(await client.delete(url), 409, "search.followed")
     assert "1 connection" in detail
     assert (await client.get(url)).json()["life"] == life.number
@@ -149,7 +149,7 @@ async def test_a_search_is_ended_if_nobody_follows_it_or_by_force(client: httpx.
     for answer in (await client.get(url), await client.delete(url), await client.delete(url, params={"force": "true"})):
         problem(answer, 404, "search.not_found")
     await held.beat()
-    assert number not in held
+    assert lease not in held
     again = await searches.register(life.search, NOON + 5)
     assert (await client.delete(url)).json() == {"id": life.search.id, "life": again.number, "connections": 0}
 

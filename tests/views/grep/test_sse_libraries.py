@@ -15,7 +15,7 @@ import sseclient
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.log.event import iso_time
-from tailrace.testing.service import ServiceProcess
+from tailrace.testing.installation import ServiceProcess
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.grep.model import make_search
 from tests.views.grep.clients import grep_path

@@ -13,8 +13,9 @@ exactly the rest.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
@@ -59,10 +60,9 @@ class MatchRun:
         self.partition: Partition = self._run.partition
         self.epoch, self.first = piece.segment.epoch, piece.entry.first
         """Epoch of the log and number of the first match."""
-        self._length = len(self._run)
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._run)
 
     @cached_property
     def offsets(self) -> list[int]:
@@ -92,19 +92,14 @@ class MatchRun:
 
     def wanted(self, pin: int, since_ms: int | None, until_ms: int | None) -> list[bool] | None:
         """Return a mask of the matches from offset ``pin`` on and between two times; None if it is all of them."""
-        since = since_ms if since_ms is not None and since_ms > self._bounds[0] else None
-        until = until_ms if until_ms is not None and until_ms < self._bounds[1] else None
-        if since is None and until is None:
-            if pin <= self._run.steps[0]:
-                return None
-            mask = [True] * len(self)
-        else:
-            mask = [
-                (since is None or time_ms >= since) and (until is None or time_ms <= until) for time_ms in self.times
-            ]
-        before = bisect_left(self.offsets, pin)
-        mask[:before] = [False] * before
-        return mask
+        since = -math.inf if since_ms is None else since_ms
+        until = math.inf if until_ms is None else until_ms
+        is_bounded = since_ms is not None or until_ms is not None
+        in_time = not is_bounded or (since <= self._bounds[0] and self._bounds[1] <= until)
+        if in_time and pin <= self._run.steps[0]:
+            return None
+        rows = zip(self.offsets, self.times, strict=True)
+        return [pin <= offset and since <= time_ms <= until for offset, time_ms in rows]
 
 
 class PendingRun:
@@ -154,7 +149,6 @@ class BatchCache:
         self._matches = 0
 
     def run(self, name: str, piece: SegmentEntry) -> MatchRun:
-        """Return an entry of a log as a run of matches."""
         key = name, piece.segment.epoch, piece.entry.first, piece.entry.last
         run = self._runs.get(key)
         if run is None:
@@ -360,8 +354,6 @@ def _messages(consumer: Consumer, partition: Partition, offsets: Sequence[int]) 
 
 
 class _Rows(msgspec.Struct, frozen=True, gc=False):
-    """A range of rows of a pending run."""
-
     ahead: PendingRun
     begin: int
     end: int
@@ -382,12 +374,10 @@ class MatchWindow:
 
     @property
     def is_ready(self) -> bool:
-        """True if a batch is ready to send."""
         return bool(self._ready)
 
     @property
     def is_empty(self) -> bool:
-        """True if there are no pending matches."""
         return not self._ahead
 
     @property
@@ -437,7 +427,6 @@ class MatchWindow:
         return self._show_single(rows, await self._fetch(rows))
 
     def _fit(self) -> list[_Rows]:
-        """Return the rows that fit into the window and the limit."""
         request, rows = self._request, list[_Rows]()
         left, room = request.window, self.room
         for ahead in self._ahead:
@@ -512,7 +501,6 @@ class MatchWindow:
         return frames
 
     def _count(self) -> list[AnyFrame]:
-        """Count the pending matches, up to the limit or a gap."""
         while self._ahead and not isinstance(ahead := self._ahead[0], Gap):
             if self.room == 0:
                 break
@@ -575,7 +563,6 @@ class MatchWindow:
         return ControlFrame("gap", self.cursor, _encode(facts))
 
     def end(self, reason: str) -> ControlFrame:
-        """Return the last frame of the feed."""
         position = self.position
         ended = msgspec.structs.replace(position, cursor=msgspec.structs.replace(position.cursor, ended=True))
         return end_frame(str(ended), reason, self._sent)

@@ -21,6 +21,7 @@ from tailrace.log.cursor import Cursor, FromCursor, FromEnd, FromLast, FromStart
 from tailrace.log.event import Partition, parse_time
 from tailrace.log.request import check_options
 from tailrace.query import Query, QueryLimits, compile_query, compile_regex
+from tailrace.query.parse import UNLIMITED
 from tailrace.query.predicate import TopicFilter
 
 ALL = ".*"
@@ -52,7 +53,7 @@ class Search(msgspec.Struct, frozen=True):
 
     def compiled(self) -> Query:
         """Return the compiled query; ``make_search`` has checked its limits."""
-        return compile_query(self.query, _CHECKED)
+        return compile_query(self.query, UNLIMITED)
 
     def topic_filter(self) -> TopicFilter:
         return TopicFilter(self.topics, self.within)
@@ -68,12 +69,7 @@ class Search(msgspec.Struct, frozen=True):
 
 @lru_cache(20_000)
 def _id(topics: str, query: str) -> str:
-    return sha256(f"{topics} {compile_query(json.loads(query), _CHECKED).digest}".encode()).hexdigest()[:24]
-
-
-_CHECKED = QueryLimits(
-    depth=1000, nodes=1 << 20, in_members=1 << 20, regexes=1 << 20, regex_size=1 << 30, bytes=1 << 24
-)
+    return sha256(f"{topics} {compile_query(json.loads(query), UNLIMITED).digest}".encode()).hexdigest()[:24]
 
 
 def make_search(
@@ -88,11 +84,12 @@ def make_search(
     """
     limits = limits or QueryLimits()
     compile_query(query, limits)
-    wanted = [query, _key_query(key)] if key else [query]
-    whole = query if len(wanted) == 1 else {"$and": wanted}
     if key:
-        compile_query(whole, _CHECKED)
-    return Search(_topics(topics), whole)
+        by_key = _key_query(key)
+        compile_query(by_key, limits)
+        query = {"$and": [query, by_key]}
+        compile_query(query, UNLIMITED)  # the two together may be nested too deeply
+    return Search(_topics(topics), query)
 
 
 def _topics(topics: str | Sequence[str]) -> str | tuple[str, ...]:
@@ -153,7 +150,6 @@ class Stretch(msgspec.Struct, frozen=True):
 
     @property
     def records(self) -> int:
-        """Number of offsets to scan."""
         return sum(until - first for first, until in self.ranges.values())
 
     def passed(self, marks: Mapping[str, int]) -> int:

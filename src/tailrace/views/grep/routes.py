@@ -206,7 +206,6 @@ def explain(body: ExplainBody, limits: QueryLimits, within: str = "") -> SearchE
 
 
 async def show_search(grep: GrepService, search: str, limit: int) -> SearchDetails:
-    """Return a search with its connections, or raise SearchNotFound."""
     found = await _read_searches(grep, [search])
     if not found:
         raise SearchNotFound(search)
@@ -297,17 +296,10 @@ async def _connections(grep: GrepService, search: str, limit: int) -> list[Follo
         cursor = int(answer)
         if not cursor:
             break
-    return [_connection(place, facts) for place, facts in sorted(found.items())[:limit]]
-
-
-def _connection(place: bytes, facts: bytes) -> Follower:
-    process, _, number = place.decode().rpartition(" ")
-    request = _decode_request(facts)
-    return Follower(
-        process=process,
-        number=int(number),
-        since=iso_time(request.since_ms),
-        start=request.start,
-        window=request.window,
-        client=request.client or None,
-    )
+    followers: list[Follower] = []
+    for place, facts in sorted(found.items())[:limit]:
+        process, _, number = place.decode().rpartition(" ")
+        asked = _decode_request(facts)
+        since, client = iso_time(asked.since_ms), asked.client or None
+        followers.append(Follower(process, int(number), since, asked.start, asked.window, client))
+    return followers

@@ -21,7 +21,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
@@ -150,8 +150,8 @@ class Searches:
         """Return the offsets of a stretch that Kafka had dropped before the scan; adjacent ranges are merged."""
         stored = mapping(await self._nodes.read(0, "HGETALL", self._keys.lost(life.name)))
         found: list[LostOffsets] = []
-        for field, value in stored.items():
-            stretch, partition, first = field.decode().split(" ")
+        for name, value in stored.items():
+            stretch, partition, first = name.decode().split(" ")
             until, _, reason = value.decode().partition(" ")
             if int(stretch) == number:
                 found.append(LostOffsets(partition, int(first), int(until), reason))
@@ -296,13 +296,37 @@ class LeaseRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """Time of the request."""
 
 
-class _Lease(msgspec.Struct):
+@dataclass(eq=False)
+class SearchLease:
+    """The lease of one request, until it is released or a user ends the search. Feeds hand it on to each other."""
+
+    leases: Leases
     search: str
+    number: int
     request: LeaseRequest
-    ended: asyncio.Event
-    """Set when the lease ends without being released."""
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the lease ends without being released; a feed also uses it to wait for new events."""
     counted: int = 0
     """Popularity window in which the connection was counted when it began."""
+
+    @classmethod
+    async def take(cls, leases: Leases, request: GrepRequest, life: SearchLife) -> SearchLease:
+        """Lease the search of a request, or raise SearchEnded if it has ended since it was registered."""
+        facts = LeaseRequest(life.number, _start_text(request), request.window, request.client or "")
+        return await leases.take(life.search.id, facts)
+
+    @property
+    def is_held(self) -> bool:
+        return self in self.leases
+
+    def check(self) -> None:
+        """Raise SearchEnded if the lease has ended."""
+        if not self.is_held:
+            raise SearchEnded(self.search)
+
+    async def give_up(self) -> None:
+        """Release the lease; a second call does nothing."""
+        await self.leases.give_up(self)
 
 
 class Leases:
@@ -312,42 +336,38 @@ class Leases:
         self._call, self._clock = partial(nodes.call, 0), clock
         self.process = _new_name()
         self._registered = False
-        self._leases: dict[int, _Lease] = {}
+        self._leases: dict[int, SearchLease] = {}
         self._next = self._window = 0
         self._beating = asyncio.Lock()
 
     def __len__(self) -> int:
         return len(self._leases)
 
-    def __contains__(self, number: int) -> bool:
-        return number in self._leases
+    def __contains__(self, lease: SearchLease) -> bool:
+        return lease.number in self._leases
 
-    async def take(self, search: str, request: LeaseRequest | None = None, ended: asyncio.Event | None = None) -> int:
-        """Lease a search for a connection; return its number. ``ended`` is set when a user ends the search.
-
-        SearchEnded if it has ended since it was registered.
-        """
+    async def take(self, search: str, request: LeaseRequest | None = None) -> SearchLease:
+        """Lease a search for a connection, or raise SearchEnded if it has ended since it was registered."""
         self._next += 1
-        number = self._next
         request = msgspec.structs.replace(request or LeaseRequest(), since_ms=round(self._clock() * 1000))
-        self._leases[number] = _Lease(search, request, ended or asyncio.Event())
+        lease = self._leases[self._next] = SearchLease(self, search, self._next, request)
         try:
             for _ in range(TRIES):
-                answer = await self._follow(number)
+                answer = await self._follow(lease)
                 if answer == b"forgotten":
                     raise SearchEnded(search)
                 if answer != b"buried":
-                    return number
+                    return lease
                 await self.beat()
             raise StoreUnavailable("the store keeps taking this process for dead: do its heartbeats reach valkey?")
         except BaseException:
-            await self.give_up(number)
+            await self.give_up(lease)
             raise
 
-    async def give_up(self, number: int) -> None:
-        if self._leases.pop(number, None) is not None:
+    async def give_up(self, lease: SearchLease) -> None:
+        if self._leases.pop(lease.number, None) is not None:
             with suppress(TailraceError):  # the lease ends with the process at the latest
-                await self._call("unfollow", self.process, number)
+                await self._call("unfollow", self.process, lease.number)
 
     async def run(self) -> None:
         """Send heartbeats until cancelled."""
@@ -379,26 +399,24 @@ class Leases:
                 lease.counted = max(lease.counted, self._window)
             answer = await self._call("heartbeat", self.process, facts, 1)
             self._registered, self._window = True, int(answer[1])
-            for number in list(self._leases):
-                await self._lease_anew(number)
+            for lease in list(self._leases.values()):
+                if lease.is_held:
+                    await self._lease_anew(lease)
 
-    async def _lease_anew(self, number: int) -> None:
-        if number not in self._leases:
-            return
-        answer = await self._follow(number)
-        if number not in self._leases:  # released meanwhile, perhaps before this call arrived
-            await self._call("unfollow", self.process, number)
+    async def _lease_anew(self, lease: SearchLease) -> None:
+        answer = await self._follow(lease)
+        if not lease.is_held:  # released meanwhile, perhaps before this call arrived
+            await self._call("unfollow", self.process, lease.number)
         elif answer == b"forgotten":
-            self._end(number)
+            self._end(lease.number)
 
     def _end(self, number: int) -> None:
         if (lease := self._leases.pop(number, None)) is not None:
-            lease.ended.set()
+            lease.wake.set()
 
-    async def _follow(self, number: int) -> bytes:
-        lease = self._leases[number]
+    async def _follow(self, lease: SearchLease) -> bytes:
         life, facts = lease.request.life or "", _encode(lease.request)
-        answer = await self._call("follow", self.process, number, lease.search, life, facts, lease.counted)
+        answer = await self._call("follow", self.process, lease.number, lease.search, life, facts, lease.counted)
         if answer[0] == b"ok":
             lease.counted = int(answer[1])
         return bytes(answer[0])
@@ -406,37 +424,6 @@ class Leases:
 
 def _new_name() -> str:
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-
-
-@dataclass(frozen=True)
-class SearchLease:
-    """The lease of one request, until it is released or a user ends the search. Feeds hand it on to each other."""
-
-    leases: Leases
-    search: str
-    number: int
-    wake: asyncio.Event
-    """Set when the search ends; a feed also uses it to wait for new events."""
-
-    @classmethod
-    async def take(cls, leases: Leases, request: GrepRequest, life: SearchLife) -> SearchLease:
-        """Lease the search of a request, or raise SearchEnded if it has ended since it was registered."""
-        search, wake = life.search.id, asyncio.Event()
-        facts = LeaseRequest(life.number, _start_text(request), request.window, request.client or "")
-        return cls(leases, search, await leases.take(search, facts, wake), wake)
-
-    @property
-    def is_held(self) -> bool:
-        return self.number in self.leases
-
-    def check(self) -> None:
-        """Raise SearchEnded if the lease has ended."""
-        if not self.is_held:
-            raise SearchEnded(self.search)
-
-    async def give_up(self) -> None:
-        """Release the lease; a second call does nothing."""
-        await self.leases.give_up(self.number)
 
 
 def _start_text(request: GrepRequest) -> str:
