@@ -12,7 +12,7 @@ import pytest
 
 from tailrace.config.settings import load
 from tailrace.embedded.kafka import EmbeddedKafka
-from tailrace.testing.service import NO_BROKER, ServiceThread
+from tailrace.testing.installation import NO_BROKER, ServiceThread
 from tailrace.valkey.shards import StoreOptions
 from tests.examples import use_share
 from tests.http.parts import Serve, Streams

@@ -25,7 +25,7 @@ import pytest
 from examples.sync_search import COLUMNS, Index, Overtaken, main, sample
 
 from tailrace.config.settings import load
-from tailrace.testing.service import NO_BROKER, ServiceThread
+from tailrace.testing.installation import NO_BROKER, ServiceThread
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.folds.model import ClosedFold, Clump, Input, Rule, RuleInput, RuleReader, fold_record, stream_of
 from tailrace.views.folds.store import rules_of
@@ -61,7 +61,7 @@ def bursts(rows: int, changes: int, times: int = 2) -> list[tuple[int, Change]]:
 def folds_of(changes: list[tuple[int, Change]]) -> list[Fold]:
     """Return the folded events that the example's rule makes of changes, in the order in which they are emitted."""
     rule = the_rule()
-    reader, folding = RuleReader(rule), rule.folding()
+    reader, folding = RuleReader(rule), rule.folding
     groups: dict[bytes, list[Clump]] = defaultdict(list)
     found: list[tuple[bytes, ClosedFold]] = []
     for offset, (time, change) in enumerate(changes):

@@ -20,6 +20,7 @@ from tailrace.api.answers import FoldRule, SearchFigures
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Report = Mapping[str, Any]
 """Last report of a view's driver, or of an upkeep job, as stored."""
+Kind = Literal["gauge", "counter"]
 
 
 class Metrics:
@@ -76,17 +77,9 @@ class _Field(NamedTuple):
     field: str
     name: str
     help: str
-    kind: Literal["gauge", "counter"] = "gauge"
+    kind: Kind = "gauge"
     factor: float = 1.0
 
-
-_UP = "tailrace_pipeline_up", "Whether the view's driver has reported within the last ten seconds"
-_SKIPPED = "tailrace_pipeline_records_skipped", "Records that the view has no use for, by reason"
-
-_FRONTIER = (
-    "tailrace_pipeline_frontier_lag_seconds",
-    "How far the watermark, the time that all partitions have passed, is behind the clock",
-)
 
 _REPORTED = (
     _Field("rate", "tailrace_pipeline_records_per_second", "Records applied per second, in the last batch"),
@@ -102,8 +95,19 @@ _REPORTED = (
 )
 
 
-def _family(kind: str, name: str, about: str, labels: list[str]) -> CounterMetricFamily | GaugeMetricFamily:
-    return (CounterMetricFamily if kind == "counter" else GaugeMetricFamily)(name, about, labels=labels)
+def _family(
+    kind: Kind, name: str, about: str, labels: list[str], samples: Iterable[tuple[list[str], float | None]]
+) -> Metric:
+    """Return a metric with those samples, each by the values of its labels, that are not None."""
+    family = (CounterMetricFamily if kind == "counter" else GaugeMetricFamily)(name, about, labels=labels)
+    for values, sample in samples:
+        if sample is not None:
+            family.add_metric(values, sample)
+    return family
+
+
+def _behind(time_ms: float) -> float:
+    return max(0.0, time.time() - time_ms / 1000)
 
 
 class _Pipeline(Collector):
@@ -114,25 +118,27 @@ class _Pipeline(Collector):
         self.reports: Mapping[str, Report] = {}
 
     def collect(self) -> Iterator[Metric]:
-        up = GaugeMetricFamily(*_UP, labels=["view"])
-        for view in self.views:
-            up.add_metric([view], float(view in self.reports))
-        yield up
-        for each in _REPORTED:
-            family = _family(each.kind, each.name, each.help, ["view"])
-            for view, report in self.reports.items():
-                if isinstance(value := report.get(each.field), int | float):
-                    family.add_metric([view], value * each.factor)
-            yield family
-        skipped = CounterMetricFamily(*_SKIPPED, labels=["view", "reason"])
-        frontier = GaugeMetricFamily(*_FRONTIER, labels=["view"])
+        about = "Whether the view's driver has reported within the last ten seconds"
+        up = [([view], float(view in self.reports)) for view in self.views]
+        yield _family("gauge", "tailrace_pipeline_up", about, ["view"], up)
+        for field, name, about, kind, factor in _REPORTED:
+            found = [([view], value * factor) for view, value in self._numbers(field)]
+            yield _family(kind, name, about, ["view"], found)
+        about = "Records that the view has no use for, by reason"
+        skipped = [
+            ([view, reason], count)
+            for view, report in self.reports.items()
+            for reason, count in (report.get("skipped") or {}).items()
+        ]
+        yield _family("counter", "tailrace_pipeline_records_skipped", about, ["view", "reason"], skipped)
+        about = "How far the watermark, the time that all partitions have passed, is behind the clock"
+        lags = [([view], _behind(reached)) for view, reached in self._numbers("frontier_ms")]
+        yield _family("gauge", "tailrace_pipeline_frontier_lag_seconds", about, ["view"], lags)
+
+    def _numbers(self, field: str) -> Iterator[tuple[str, float]]:
         for view, report in self.reports.items():
-            for reason, count in (report.get("skipped") or {}).items():
-                skipped.add_metric([view, reason], count)
-            if isinstance(reached := report.get("frontier_ms"), int | float):
-                frontier.add_metric([view], max(0.0, time.time() - reached / 1000))
-        yield skipped
-        yield frontier
+            if isinstance(value := report.get(field), int | float):
+                yield view, value
 
 
 class JobRun(NamedTuple):
@@ -148,7 +154,7 @@ class JobRun(NamedTuple):
 
 
 def _age(run: JobRun) -> float | None:
-    return None if run.succeeded_ms is None else max(0.0, time.time() - run.succeeded_ms / 1000)
+    return None if run.succeeded_ms is None else _behind(run.succeeded_ms)
 
 
 def _took(run: JobRun) -> float | None:
@@ -195,8 +201,6 @@ _OF_RUNS = (
     _JobGauge("tailrace_audit_findings", "Findings of the last audit", _findings, "audit"),
 )
 
-_LEFT = "tailrace_pack_left", "Segments that the last pack left as they were, by reason"
-
 
 class _Upkeep(Collector):
     """The reports of the upkeep jobs. A job without a report is not shown."""
@@ -205,20 +209,20 @@ class _Upkeep(Collector):
         self.runs: Sequence[JobRun] = ()
 
     def collect(self) -> Iterator[Metric]:
-        for each in _OF_RUNS:
-            family = GaugeMetricFamily(each.name, each.help, labels=["view"] if each.job else ["job", "view"])
-            for run in self.runs:
-                if each.job in ("", run.job) and (value := each.value(run)) is not None:
-                    family.add_metric([run.view] if each.job else [run.job, run.view], value)
-            yield family
-        left = GaugeMetricFamily(*_LEFT, labels=["view", "reason"])
-        for run in self.runs:
-            for reason, count in (run.report.get("left") or {}).items() if run.job == "pack" else ():
-                left.add_metric([run.view, reason], count)
-        yield left
+        for name, about, value_of, job in _OF_RUNS:
+            found = [([run.job, run.view], value_of(run)) for run in self.runs if job in ("", run.job)]
+            if job:
+                found = [([view], value) for (_, view), value in found]
+            yield _family("gauge", name, about, ["view"] if job else ["job", "view"], found)
+        about = "Segments that the last pack left as they were, by reason"
+        packs = [run for run in self.runs if run.job == "pack"]
+        left = [
+            ([run.view, reason], count) for run in packs for reason, count in (run.report.get("left") or {}).items()
+        ]
+        yield _family("gauge", "tailrace_pack_left", about, ["view", "reason"], left)
 
 
-_OF_FOLDS: tuple[tuple[str, str, Literal["gauge", "counter"], Callable[[FoldRule], float | None]], ...] = (
+_OF_FOLDS: tuple[tuple[str, str, Kind, Callable[[FoldRule], float | None]], ...] = (
     ("tailrace_fold_inputs", "Events that the rule has folded", "counter", lambda f: f.input),
     ("tailrace_fold_new", "Events whose group had no open fold", "counter", lambda f: f.new),
     (
@@ -233,11 +237,9 @@ _OF_FOLDS: tuple[tuple[str, str, Literal["gauge", "counter"], Callable[[FoldRule
         "tailrace_fold_frontier_lag_seconds",
         "How far the watermark of the rule's folds is behind the clock; only while it has open folds",
         "gauge",
-        lambda f: max(0.0, time.time() - f.frontier_ms / 1000) if f.pending and f.frontier_ms is not None else None,
+        lambda f: _behind(f.frontier_ms) if f.pending and f.frontier_ms is not None else None,
     ),
 )
-
-_EMITTED = "tailrace_fold_emitted", "Emitted folds, by reason"
 
 
 class FoldMetrics(FigureCollector):
@@ -246,17 +248,11 @@ class FoldMetrics(FigureCollector):
     figures: Sequence[FoldRule] | None
 
     def collect(self) -> Iterator[Metric]:
+        rules = self.figures or ()
         for name, about, kind, value_of in _OF_FOLDS:
-            family = _family(kind, name, about, ["rule"])
-            for rule in self.figures or ():
-                if (value := value_of(rule)) is not None:
-                    family.add_metric([rule.name], value)
-            yield family
-        emitted = CounterMetricFamily(*_EMITTED, labels=["rule", "reason"])
-        for rule in self.figures or ():
-            for reason, count in rule.reasons.items():
-                emitted.add_metric([rule.name, reason], count)
-        yield emitted
+            yield _family(kind, name, about, ["rule"], [([rule.name], value_of(rule)) for rule in rules])
+        emitted = [([rule.name, reason], count) for rule in rules for reason, count in rule.reasons.items()]
+        yield _family("counter", "tailrace_fold_emitted", "Emitted folds, by reason", ["rule", "reason"], emitted)
 
 
 _OF_SEARCHES = {
@@ -274,10 +270,7 @@ class SearchMetrics(FigureCollector):
 
     def collect(self) -> Iterator[Metric]:
         for field, (name, about) in _OF_SEARCHES.items():
-            family = GaugeMetricFamily(name, about)
-            if self.figures is not None:
-                family.add_metric([], getattr(self.figures, field))
-            yield family
+            yield _family("gauge", name, about, [], [([], getattr(self.figures, field, None))])
 
 
 class ReaderFigures(NamedTuple):
@@ -288,19 +281,12 @@ class ReaderFigures(NamedTuple):
     lag_s: float
 
 
-_READER_LAG = (
-    "tailrace_tag_reader_lag_seconds",
-    "Age of the last event that a named reader of tags has read; 0 if nothing follows it",
-)
-
-
 class ReaderMetrics(FigureCollector):
     """Metrics of named readers of tags."""
 
     figures: Sequence[ReaderFigures] | None
 
     def collect(self) -> Iterator[Metric]:
-        family = GaugeMetricFamily(*_READER_LAG, labels=["reader", "tags"])
-        for figures in self.figures or ():
-            family.add_metric([figures.reader, figures.tags], figures.lag_s)
-        yield family
+        about = "Age of the last event that a named reader of tags has read; 0 if nothing follows it"
+        found = [([each.reader, each.tags], each.lag_s) for each in self.figures or ()]
+        yield _family("gauge", "tailrace_tag_reader_lag_seconds", about, ["reader", "tags"], found)

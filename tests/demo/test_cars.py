@@ -6,7 +6,7 @@ from base64 import b64decode
 from collections import defaultdict
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,8 +14,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from tailrace.config.settings import Settings
+from tailrace.config.settings import Demo, Settings
 from tailrace.config.settings import load as load_settings
+from tailrace.demo import examples
 from tailrace.demo.cars import (
     CHANNELS,
     CONFIGURATION,
@@ -26,11 +27,10 @@ from tailrace.demo.cars import (
     SECTOR,
     TOPIC,
     WARNING,
-    Laps,
     pages,
+    plan,
     with_sessions,
 )
-from tailrace.demo.samples import examples
 from tailrace.views.sessions import telemetry
 from tailrace.views.sessions.configuration import Configuration
 
@@ -42,10 +42,9 @@ STINT = 420
 
 def generate(seed: int, seconds: int, cars: int = 2, every: float = 0.1) -> Iterator[dict[str, Any]]:
     clock = [BEGAN]
-    laps = Laps(Random(seed), lambda: clock[0], cars)
-    for _ in range(round(seconds / every)):
+    for _, events in islice(plan(Demo(cars=cars), Random(seed), lambda: clock[0]), round(seconds / every)):
         clock[0] += timedelta(seconds=every)
-        for topic, event in laps.go():
+        for topic, event in events:
             assert (topic, event["key"]) == (TOPIC, KEY)
             value = event["value"]
             assert isinstance(value, dict)

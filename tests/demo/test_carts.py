@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,13 +13,14 @@ import pytest
 
 from tailrace.config.settings import Settings
 from tailrace.config.settings import load as load_settings
-from tailrace.demo.samples import CARTS_TOPIC, GOODS, RULES, TAGGED, carts, examples, with_tags
+from tailrace.demo import CARTS, CARTS_TOPIC, GOODS, RULES, STEP, TAGGED, cart_story, examples, stories, with_tags
 
 BEGAN = datetime(2026, 11, 15, 8, tzinfo=UTC)
 
 
 def generate(seed: int, seconds: float, rate: float = 0.5) -> list[dict[str, Any]]:
-    found = list(carts(Random(seed), lambda: BEGAN, rate).until(seconds))
+    steps = islice(stories(Random(seed), lambda: BEGAN, rate, CARTS, cart_story), round(seconds / STEP))
+    found = [event for _, events in steps for event in events]
     assert {topic for topic, _ in found} <= {CARTS_TOPIC}
     return [event for _, event in found]
 

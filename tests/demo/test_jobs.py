@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from tailrace.config.settings import Demo
-from tailrace.demo.samples import bursts, example_name, job_events
+from tailrace.demo import bursts, example_name, job_events
 from tests.scripted import running
 
 AFTER: dict[str, set[str]] = {

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from tailrace.config.settings import Settings, load
-from tailrace.demo.samples import METRICS, STEP, Post, posts, steps, with_rule
+from tailrace.demo import METRICS, STEP, Post, posts, steps, with_rule
 from tailrace.views.folds.model import ClosedFold, Clump, Input, RuleInput, RuleReader
 from tailrace.views.folds.store import rules_of
 
@@ -77,7 +77,7 @@ def test_steps_send_every_event_within_its_step() -> None:
 
 def folds_of(settings: Settings, events: list[Post]) -> list[ClosedFold]:
     (rule,) = rules_of(settings).values()
-    reader, folding = RuleReader(rule), rule.folding()
+    reader, folding = RuleReader(rule), rule.folding
     groups: dict[bytes, list[Clump]] = defaultdict(list)
     found: list[ClosedFold] = []
     for offset, post in enumerate(events):

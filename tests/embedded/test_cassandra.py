@@ -13,9 +13,7 @@ from cassandra.cluster import EXEC_PROFILE_DEFAULT, Cluster, ExecutionProfile, S
 
 from tailrace.config.settings import load
 from tailrace.embedded.cassandra import EmbeddedCassandra
-from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.stack import own_parts
-from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import DirectoryInUse, EmbeddedError, PrerequisiteMissing
 
 pytestmark = pytest.mark.jvm
@@ -140,10 +138,9 @@ def test_a_java_that_is_too_new_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_the_parts_of_the_stack_are_told_where_it_is(
     node: EmbeddedCassandra, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kafka, valkey = EmbeddedKafka(tmp_path / "kafka"), EmbeddedValkey(tmp_path / "valkey")
     flags = {"embedded.dir": str(tmp_path), "cassandra.hosts": ["elsewhere"], "cassandra.user": "somebody"}
     address = ("127.0.0.1", 7070)
-    own = own_parts(load(flags=flags), tmp_path, kafka, valkey, address, demo=False, cassandra=node)
+    own = own_parts(load(flags=flags), tmp_path, {"cassandra": node.port}, address, demo=False)
     for name, value in own[0].env.items():
         monkeypatch.setenv(name, value)
     settings = load().cassandra

@@ -14,7 +14,6 @@ from rich.console import Console
 
 from tailrace.cli.command import at_stack
 from tailrace.config.settings import Settings, load
-from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.process import lock_folder
 from tailrace.embedded.stack import PORTS_FILE, own_parts, run_stack
 from tailrace.embedded.valkey import EmbeddedValkey
@@ -35,20 +34,18 @@ def test_a_taken_http_port_is_refused_before_anything_starts(tmp_path: Path) -> 
 
 
 def test_upkeep_comes_after_what_readers_wait_for(tmp_path: Path) -> None:
-    kafka, valkey = EmbeddedKafka(tmp_path / "kafka"), EmbeddedValkey(tmp_path / "valkey")
-    parts = own_parts(settings(tmp_path, 7070), tmp_path, kafka, valkey, ("127.0.0.1", 7070), demo=True)
+    parts = own_parts(settings(tmp_path, 7070), tmp_path, {"kafka": 9, "valkey": 8}, ("127.0.0.1", 7070), demo=True)
     assert [part.name for part in parts] == ["pipeline", "service", "upkeep", "demo"]
     upkeep = parts[2]
     assert upkeep.command[-2:] == ("tailrace", "upkeep")
-    assert upkeep.env["TAILRACE_VALKEY__URL"] == valkey.url
+    assert upkeep.env["TAILRACE_VALKEY__URL"] == "valkey://127.0.0.1:8/0"
     assert upkeep.ready is None, "nobody waits for it"
 
 
 def test_the_demo_is_ready_when_its_first_events_are_in_a_stream(tmp_path: Path) -> None:
     with running() as service:
         port = int(service.url.rpartition(":")[2])
-        kafka, valkey = EmbeddedKafka(tmp_path / "kafka"), EmbeddedValkey(tmp_path / "valkey")
-        demo = own_parts(settings(tmp_path, port), tmp_path, kafka, valkey, ("127.0.0.1", port), demo=True)[-1]
+        demo = own_parts(settings(tmp_path, port), tmp_path, {}, ("127.0.0.1", port), demo=True)[-1]
         assert demo.ready is not None
         assert not demo.ready()
         service.feeds["queue/jobset"] = 1

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from tailrace.testing.installation import PipelineProcess, wait_for
 from tailrace.valkey.marks import read_marks
-from tailrace.views.tags.rows.cassandra import CassandraOptions
+from tailrace.views.tags.settings import CassandraSettings
 from tests.faults.loads import Laps, Posts, Searches, Tagged
 from tests.faults.rig import Load, LoadedInstallation, Standing
 
@@ -35,7 +35,7 @@ class End(NamedTuple):
 class Life:
     """The loads of one installation, and its drivers. Use as ``with``: the last driver stays until its end."""
 
-    def __init__(self, installation: LoadedInstallation, rows: CassandraOptions | None) -> None:
+    def __init__(self, installation: LoadedInstallation, rows: CassandraSettings | None) -> None:
         self.installation = installation
         topic = installation.topic("killed")
         self.searches = Searches(installation, topic)

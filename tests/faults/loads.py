@@ -28,8 +28,9 @@ from tailrace.views.grep.routes import GrepService
 from tailrace.views.grep.store import VIEW, pending_stretches
 from tailrace.views.sessions.model import Session
 from tailrace.views.sessions.store import state_of
-from tailrace.views.tags.rows.cassandra import CassandraConnection, CassandraOptions
+from tailrace.views.tags.rows.cassandra import CassandraConnection
 from tailrace.views.tags.rows.store import RowReader
+from tailrace.views.tags.settings import CassandraSettings
 from tests.faults.rig import Load, LoadedInstallation, assert_ordered
 from tests.views.folds.rig import Fold, FoldRig
 from tests.views.grep.rig import finds
@@ -383,7 +384,7 @@ Events = list[dict[str, Any]]
 class Tagged:
     """Events of a topic in three tags, whose rows rest in Cassandra if there is one."""
 
-    def __init__(self, installation: LoadedInstallation, topic: str, rows: CassandraOptions | None) -> None:
+    def __init__(self, installation: LoadedInstallation, topic: str, rows: CassandraSettings | None) -> None:
         self._installation, self._rows = installation, rows
         self.settings = {
             "tags__rules": json.dumps(RULES),
@@ -445,7 +446,7 @@ async def _in_valkey(installation: LoadedInstallation) -> dict[str, Events]:
     return {tag: [{**event, "n": event["data"]["n"]} for event in events] for tag, events in found.items()}
 
 
-async def _in_cassandra(options: CassandraOptions) -> dict[str, Events]:
+async def _in_cassandra(options: CassandraSettings) -> dict[str, Events]:
     reader = await RowReader(options).open()
     try:
         found: dict[str, Events] = {}

@@ -9,7 +9,7 @@ import pytest
 from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
-from tailrace.views.tags.rows.cassandra import CassandraOptions
+from tailrace.views.tags.settings import CassandraSettings
 from tests.faults import test_driver
 from tests.faults.life import Life
 from tests.faults.rig import LoadedInstallation
@@ -29,7 +29,7 @@ def life(
 ) -> Iterator[Life]:
     """An installation after several drivers; the last one is there."""
     installation = LoadedInstallation(kafka, valkey_server.url, tmp_path_factory.mktemp("driver"))
-    rows = CassandraOptions(port=cassandra_server.port, keyspace=installation.prefix)
+    rows = CassandraSettings(port=cassandra_server.port, keyspace=installation.prefix)
     with Life(installation, rows) as life:
         life.go_through(ENDS, request.config.getoption("--faults") // 4)
         yield life

@@ -10,7 +10,7 @@ from urllib.parse import unquote
 
 import httpx
 
-from tailrace.testing.service import ServiceThread
+from tailrace.testing.installation import ServiceThread
 from tailrace.valkey.shards import StoreOptions
 from tests.writing import Record, Writer
 

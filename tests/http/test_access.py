@@ -8,7 +8,7 @@ import pytest
 from tailrace.config.settings import load
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import ConfigError
-from tailrace.testing.service import ServiceThread
+from tailrace.testing.installation import ServiceThread
 from tests.http.parts import Serve, problem
 
 USERS = {"anna|ben": "orders-.*", "ops-.*": ".*", "void": "none"}
@@ -61,8 +61,8 @@ def test_what_a_search_is_understood_as_is_said_for_the_topics_of_who_asks(runni
     assert first == second != whole
 
 
-@pytest.mark.parametrize("users", [{"guest": ""}, {"": ".*"}, {"guest": "("}])
-def test_a_line_that_could_be_read_as_all_topics_is_refused(users: dict[str, str]) -> None:
+@pytest.mark.parametrize("users", [{"guest": ""}, {"": ".*"}, {"guest": "("}, {"guest": 1}])
+def test_a_line_that_could_be_read_as_all_topics_is_refused(users: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="topics_by_user"):
         load(flags={"serve.user_header": "X-User", "serve.topics_by_user": users})
 

@@ -17,7 +17,7 @@ from tailrace.client.answers import SseFrame, SseReader
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.http.service import LogService
 from tailrace.log.event import shard_of
-from tailrace.testing.service import ServiceThread
+from tailrace.testing.installation import ServiceThread
 from tailrace.valkey.shards import StoreOptions
 from tests.http.parts import Serve, Streams
 

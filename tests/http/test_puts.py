@@ -14,7 +14,7 @@ from confluent_kafka import Consumer, Message, TopicPartition
 
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
-from tailrace.testing.service import ServiceThread
+from tailrace.testing.installation import ServiceThread
 from tailrace.valkey.shards import StoreOptions
 from tests.http.parts import Serve, problem
 

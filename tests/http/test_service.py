@@ -18,7 +18,7 @@ from valkey import Valkey
 from tailrace.embedded.process import free_port
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.log.event import shard_of
-from tailrace.testing.service import NO_BROKER, ServiceThread
+from tailrace.testing.installation import NO_BROKER, ServiceThread
 from tailrace.valkey.shards import StoreOptions
 from tests.http.parts import Serve, Streams, problem
 

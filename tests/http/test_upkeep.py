@@ -12,7 +12,7 @@ from tailrace.driver.hooks import Start, ViewDriver
 from tailrace.driver.report import Report
 from tailrace.driver.watermark import Timing
 from tailrace.kafka.broker import Broker
-from tailrace.testing.service import ServiceThread
+from tailrace.testing.installation import ServiceThread
 from tailrace.upkeep import pack, sweep
 from tailrace.upkeep.job import leave, run_job
 from tailrace.valkey.shards import Shards, StoreOptions

@@ -12,8 +12,7 @@ from random import Random
 
 from tailrace.client.river import River, connect
 from tailrace.config.settings import Settings, load
-from tailrace.demo import cars
-from tailrace.demo.samples import Plan, plans
+from tailrace.demo import Plan, cars, plans
 from tailrace.errors import TailraceError
 
 logger = logging.getLogger(__name__)
@@ -21,16 +20,21 @@ logger = logging.getLogger(__name__)
 LONGEST_RETRY_S = 10.0
 
 
-async def send(settings: Settings, random: Random) -> None:
-    """Send the sample events to the service until cancelled."""
+async def send(settings: Settings) -> None:
+    """Send the sample events to the service until SIGTERM."""
+    task, random = asyncio.current_task(), Random()
+    assert task is not None
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.serve.host, settings.serve.host)
-    async with connect(f"http://{host}:{settings.serve.port}") as river:
 
-        def clock() -> datetime:
-            return datetime.now(UTC)
+    def clock() -> datetime:
+        return datetime.now(UTC)
 
-        everything = [*plans(settings.demo, random, clock), cars.plan(settings.demo, random, clock)]
-        await asyncio.gather(*(_follow(river, plan) for plan in everything))
+    everything = [*plans(settings.demo, random, clock), cars.plan(settings.demo, random, clock)]
+    with suppress(asyncio.CancelledError):
+        async with connect(f"http://{host}:{settings.serve.port}") as river:
+            await asyncio.gather(*(_follow(river, plan) for plan in everything))
 
 
 async def _follow(river: River, plan: Plan) -> None:
@@ -59,21 +63,11 @@ async def _put(river: River, topic: str, batch: list[dict[str, object]]) -> None
             return
 
 
-async def _run(settings: Settings) -> None:
-    task = asyncio.current_task()
-    assert task is not None
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-    with suppress(asyncio.CancelledError):
-        await send(settings, Random())
-
-
 def main() -> int:
-    """Send until SIGTERM, with the settings of the environment."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
-        asyncio.run(_run(load()))
+        asyncio.run(send(load()))
     except TailraceError as error:
         print(f"error: {error} ({error.code})", file=sys.stderr)
         return 1

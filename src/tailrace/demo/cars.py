@@ -18,14 +18,13 @@ from base64 import b64encode
 from bisect import bisect
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
-from itertools import repeat
 from random import Random
 from typing import Any, NamedTuple
 
 import msgspec
 
 from tailrace.config.settings import Demo, Settings
-from tailrace.demo.samples import Clock, Event, Plan
+from tailrace.demo import Clock, Event, Plan
 
 MS = 1_000_000
 TICK = 10 * MS
@@ -357,13 +356,9 @@ class _Garage:
         if car.lap != lap:
             yield self._record("session", json={"details": self._details()})
         if car.lap > self._last:
-            yield from self._close()
-
-    def _close(self) -> Iterator[dict[str, Any]]:
-        state = "truncated" if self._random.random() < 0.1 else "closed"
-        yield self._record("close", state=state)
-        self._identity = ""
-        self._leaves = self._sent_until + self._random.randint(6_000, 14_000) * MS
+            yield self._record("close", state="truncated" if self._random.random() < 0.1 else "closed")
+            self._identity = ""
+            self._leaves = self._sent_until + self._random.randint(6_000, 14_000) * MS
 
     def _details(self) -> dict[str, Any]:
         best = {"bestLap": round(self._car.best, 2)} if self._car.best else {}
@@ -382,26 +377,19 @@ def _series(number: int, start: int, values: list[float]) -> dict[str, Any]:
     return {**head, "data": b64encode(struct.pack(f"<{len(values)}{_FORMATS[channel.type]}", *values)).decode()}
 
 
-class Laps:
-    """The records of all cars."""
+def plan(settings: Demo, random: Random, clock: Clock) -> Plan:
+    """Yield steps with the records of all cars up to the time at which they are taken, car by car."""
+    cars = [_Garage(Random(random.getrandbits(64)), number) for number in range(1, settings.cars + 1)]
 
-    def __init__(self, random: Random, clock: Clock, cars: int) -> None:
-        self._clock = clock
-        self._cars = [_Garage(Random(random.getrandbits(64)), number) for number in range(1, cars + 1)]
-
-    def go(self) -> Iterator[Event]:
-        """Yield the records up to now that were not yielded before, car by car."""
-        since = self._clock().astimezone(UTC) - datetime(1970, 1, 1, tzinfo=UTC)
+    def records() -> Iterator[Event]:
+        since = clock().astimezone(UTC) - datetime(1970, 1, 1, tzinfo=UTC)
         now = since // timedelta(microseconds=1) * 1_000
-        for car in self._cars:
+        for car in cars:
             for value in car.until(now):
                 yield TOPIC, {"key": KEY, "value": value}
 
-
-def plan(settings: Demo, random: Random, clock: Clock) -> Plan:
-    """Return the plan of the cars' records."""
-    laps = Laps(random, clock, settings.cars)
-    return ((wait, laps.go()) for wait in repeat(STEP)) if settings.cars else ()
+    while cars:
+        yield STEP, records()
 
 
 def with_sessions(settings: Settings) -> Settings:

@@ -21,8 +21,8 @@ from xml.sax.saxutils import escape
 
 from tailrace.embedded import jars
 from tailrace.embedded import process as ports
-from tailrace.embedded.kafka import find_java
-from tailrace.embedded.process import HOST, EmbeddedServer, Part, lock_folder
+from tailrace.embedded.kafka import JavaServer, find_java
+from tailrace.embedded.process import HOST, Part, lock_folder
 from tailrace.errors import PrerequisiteMissing
 
 if TYPE_CHECKING:
@@ -100,38 +100,18 @@ jdk.management/com.sun.management.internal jdk.compiler/com.sun.tools.javac
 """
 
 
-class EmbeddedCassandra(EmbeddedServer):
-    """A node on a folder and a port; port 0 is the one it had last if that is free, else any free one.
-
-    Args:
-        memory: The Java heap.
-        jars_folder: Folder of the jars; the user's cache folder by default.
-    """
+class EmbeddedCassandra(JavaServer):
+    """A node on a folder and a port; port 0 is the one it had last if that is free, else any free one."""
 
     name = "cassandra"
 
-    def __init__(
-        self,
-        folder: Path,
-        port: int = 0,
-        memory: str = "512m",
-        *,
-        log: Path | None = None,
-        jars_folder: Path | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, port: int = 0, memory: str = "512m", **options: Path) -> None:
         last = ports.last_ports(folder / "ports.json")
-        super().__init__(folder, port or ports.last_or_free(last.get("client"), ()), log)
-        self.memory = memory
-        self._jars = jars_folder
+        super().__init__(folder, port or ports.last_or_free(last.get("client"), ()), memory, **options)
         self._storage = ports.last_or_free(last.get("storage"), (self.port,))
         self._lock = contextlib.ExitStack()
 
     def part(self, progress: Console | None = None) -> Part:
-        """Prepare the folder (jars, settings), and return the part that runs the node on it.
-
-        Raises:
-            PrerequisiteMissing: There is no Java that Cassandra runs on.
-        """
         java = find_java()
         if java.version > NEWEST_JAVA:
             raise PrerequisiteMissing(
@@ -179,7 +159,6 @@ class EmbeddedCassandra(EmbeddedServer):
         )
 
     def is_ready(self) -> bool:
-        """Return whether the node answers a query, and is the one of this folder."""
         try:
             with (
                 socket.create_connection((HOST, self.port), timeout=1) as connection,
@@ -193,11 +172,7 @@ class EmbeddedCassandra(EmbeddedServer):
         return answer.endswith(self._identity().encode())
 
     def start(self, timeout: float | None = None) -> None:
-        """Lock the folder and start the node, as every server is started.
-
-        Raises:
-            DirectoryInUse: Another node runs on the folder.
-        """
+        """Lock the folder, or raise DirectoryInUse, and start the node as every server is started."""
         if self.pid is not None:
             return
         self._lock.close()
@@ -206,8 +181,8 @@ class EmbeddedCassandra(EmbeddedServer):
             super().start(timeout)
             self._lock = lock.pop_all()
 
-    def stop(self, timeout: float | None = None) -> None:
-        super().stop(timeout)
+    def stop(self) -> None:
+        super().stop()
         self._lock.close()
 
     def kill(self) -> None:

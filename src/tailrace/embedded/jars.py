@@ -17,13 +17,16 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tailrace.errors import ArtifactError
+
+if TYPE_CHECKING:
+    from jgo.maven import MavenContext
 
 LOCK: Final = Path(__file__).with_name("jars.lock")
 SETS: Final = ("spark", "kafka", "cassandra")
@@ -50,8 +53,8 @@ class Jar(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.group}:{self.artifact}:{self.version}"
 
 
-def read_lock(name: str | None = None, *, lock: Path = LOCK) -> list[Jar]:
-    """Return the artifacts of one set, or of all sets, in the order of the lock file."""
+def read_lock(name: str, *, lock: Path = LOCK) -> list[Jar]:
+    """Return the artifacts of a set, in the order of the lock file."""
     jars = []
     for number, line in enumerate(lock.read_text(encoding="utf-8").splitlines(), start=1):
         if not line.strip() or line.startswith("#"):
@@ -62,8 +65,6 @@ def read_lock(name: str | None = None, *, lock: Path = LOCK) -> list[Jar]:
         except ValueError:
             raise ArtifactError(f"{lock.name}, line {number}: expected 'group:artifact:version sha256 set'") from None
         jars.append(Jar(group=group, artifact=artifact, version=version, sha256=sha256, set=group_set))
-    if name is None:
-        return jars
     chosen = [jar for jar in jars if jar.set == name]
     if not chosen:
         raise ArtifactError(f"{lock.name} has no set {name!r}: it has {', '.join(sorted({jar.set for jar in jars}))}")
@@ -90,14 +91,9 @@ def fetch(
     lock: Path = LOCK,
     remotes: Mapping[str, str] | None = None,
 ) -> list[Path]:
-    """Return the files of a set, downloading those that the cache lacks.
+    """Return the files of a set, downloading those that the cache (the user's by default) lacks.
 
-    Args:
-        name: The set, one of ``SETS``.
-        cache: The folder of the jars; the user's cache folder by default.
-        progress: Console for the progress: a bar on a terminal, one line elsewhere, nothing without it.
-        lock: Another lock file.
-        remotes: Repositories by name; those of jgo by default.
+    The console shows a bar if it is a terminal, else one line. ``remotes`` are repositories by name, by default jgo's.
 
     Raises:
         ArtifactError: A jar cannot be fetched, or is not the locked one; the cache does not get it.
@@ -110,11 +106,12 @@ def fetch(
 
 
 def _is_locked(file: Path, jar: Jar) -> bool:
-    try:
-        with file.open("rb") as content:
-            return hashlib.file_digest(content, "sha256").hexdigest() == jar.sha256
-    except FileNotFoundError:
-        return False
+    return file.exists() and _digest(file) == jar.sha256
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _download(
@@ -151,11 +148,7 @@ def _download(
                     job.cancel()
 
 
-def _fetch_one(context: object, jar: Jar, cache: Path) -> None:
-    from jgo.maven import MavenContext
-    from requests import RequestException
-
-    assert isinstance(context, MavenContext)
+def _fetch_one(context: MavenContext, jar: Jar, cache: Path) -> None:
     artifact = context.project(jar.group, jar.artifact).at_version(jar.version).artifact()
     staged = artifact.cached_path
     assert staged is not None
@@ -165,7 +158,7 @@ def _fetch_one(context: object, jar: Jar, cache: Path) -> None:
         try:
             artifact.resolve()
             break
-        except (RequestException, RuntimeError, OSError) as error:
+        except (RuntimeError, OSError) as error:  # those of requests are OSErrors
             logger.info("fetching %s failed (attempt %d of %d): %s", jar, attempt, _ATTEMPTS, type(error).__name__)
             if attempt == _ATTEMPTS:
                 raise ArtifactError(
@@ -173,9 +166,7 @@ def _fetch_one(context: object, jar: Jar, cache: Path) -> None:
                     f"jgo's configuration), or put {jar.file} into {cache} by hand"
                 ) from error
             time.sleep(0.5 * attempt)
-    if not _is_locked(staged, jar):
-        with staged.open("rb") as content:
-            digest = hashlib.file_digest(content, "sha256").hexdigest()
+    if (digest := _digest(staged)) != jar.sha256:
         staged.unlink()
         (cache / jar.file).unlink(missing_ok=True)
         raise ArtifactError(

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import uuid
 from base64 import urlsafe_b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -81,16 +81,13 @@ rootLogger.appenderRef.file.ref = file
 """
 
 
-class EmbeddedKafka(EmbeddedServer):
-    """A broker on a folder and a port; port 0 is a free one, chosen once.
+class JavaServer(EmbeddedServer):
+    """A server that runs on Java.
 
     Args:
         memory: The Java heap.
         jars_folder: Folder of the jars; the user's cache folder by default.
-        properties: Settings of the broker on top of ours.
     """
-
-    name = "kafka"
 
     def __init__(
         self,
@@ -100,17 +97,22 @@ class EmbeddedKafka(EmbeddedServer):
         *,
         log: Path | None = None,
         jars_folder: Path | None = None,
-        properties: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(folder, port or free_port(), log)
-        self.memory = memory
-        self._data = self.folder / "data"
-        self._jars = jars_folder
-        self._extra = dict(properties or {})
-        self._admin: AdminClient | None = None
+        super().__init__(folder, port, log=log)
+        self.memory, self._jars = memory, jars_folder
+
+
+class EmbeddedKafka(JavaServer):
+    """A broker on a folder and a port."""
+
+    name = "kafka"
+    _admin: AdminClient | None = None
+
+    @property
+    def _data(self) -> Path:
+        return self.folder / "data"
 
     def part(self, progress: Console | None = None) -> Part:
-        """Prepare the folder (jars, settings, storage format), and return the part that runs the broker on it."""
         java = find_java().path
         classpath = os.pathsep.join(map(str, jars.fetch("kafka", self._jars, progress)))
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -132,7 +134,6 @@ class EmbeddedKafka(EmbeddedServer):
         )
 
     def is_ready(self) -> bool:
-        """Return whether the broker answers a client, and is the one of this folder."""
         from confluent_kafka import KafkaException
         from confluent_kafka.admin import AdminClient
 
@@ -174,7 +175,7 @@ class EmbeddedKafka(EmbeddedServer):
             "controller.quorum.voters": f"1@{HOST}:{controller}",
         }
         file = self.folder / name
-        lines = (f"{key}={value}" for key, value in {**_PROPERTIES, **own, **self._extra}.items())
+        lines = (f"{key}={value}" for key, value in {**_PROPERTIES, **own}.items())
         file.write_text("\n".join(lines) + "\n", encoding="utf-8")
         return file
 

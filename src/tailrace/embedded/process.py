@@ -62,7 +62,6 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     env: Mapping[str, str] = {}
     """Variables on top of the environment of this process."""
     ready_timeout: float = 60.0
-    stop_signal: int = signal.SIGTERM
     stop_timeout: float = 10.0
 
     def __str__(self) -> str:
@@ -128,20 +127,16 @@ class Process:
         allowed = self.part.ready_timeout if timeout is None else timeout
         return f"was not ready after {allowed:g} s" if time.monotonic() - self.began > allowed else None
 
-    def stop(self, timeout: float | None = None) -> None:
-        """Ask it to end, and kill it after the time-out."""
-        self.signal(self.part.stop_signal)
-        self.wait(self.part.stop_timeout if timeout is None else timeout)
+    def stop(self) -> None:
+        """Ask it to end, and kill it after the part's time-out."""
+        self.signal(signal.SIGTERM)
+        self.wait(self.part.stop_timeout)
         self.kill()
 
     def kill(self) -> None:
-        """Kill it and its session at once, as ``kill -9`` does."""
+        """Kill it, as ``kill -9`` does, and all that it started; also what it left behind when it ended itself."""
         self.signal(signal.SIGKILL)
         self._popen.wait()
-        self.sweep()
-
-    def sweep(self) -> None:
-        """Kill all processes that it started and left behind."""
         for pid in psutil.pids():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 if pid != self.pid and os.getsid(pid) == self.pid:
@@ -209,9 +204,7 @@ def last_ports(file: Path) -> dict[str, int]:
 def assign_ports(file: Path, wanted: dict[str, int]) -> dict[str, int]:
     """Choose a port for every part and store the choice, so that addresses survive a restart.
 
-    Args:
-        file: The file that stores the choice.
-        wanted: The port by part; 0 = the one it had last if that is free, else any free one.
+    A wanted port of 0 is the one that the part had last if that is free, else any free one.
 
     Raises:
         PrerequisiteMissing: A port that was configured by number is taken.
@@ -274,18 +267,17 @@ def lock_holder(folder: Path) -> int | None:
 
 
 class EmbeddedServer(ABC):
-    """A server whose data lives in one folder.
+    """A server whose data and settings live in one folder, which is created if it is missing.
 
     Args:
-        folder: Data and settings; created if missing.
-        port: Port for clients.
+        port: Port for clients; 0 is a free one, chosen once.
         log: Log file; one in the folder by default.
     """
 
     name: ClassVar[str]
 
-    def __init__(self, folder: Path, port: int, log: Path | None) -> None:
-        self.folder, self.port = folder.absolute(), port
+    def __init__(self, folder: Path, port: int = 0, *, log: Path | None = None) -> None:
+        self.folder, self.port = folder.absolute(), port or free_port()
         self.log = log or self.folder / "logs" / f"{self.name}.log"
         self._process: Process | None = None
 
@@ -301,7 +293,7 @@ class EmbeddedServer(ABC):
 
     @abstractmethod
     def part(self) -> Part:
-        """Prepare the folder, and return the part that runs the server on it."""
+        """Prepare the folder (jars, settings, storage), and return the part that runs the server on it."""
 
     @abstractmethod
     def is_ready(self) -> bool:
@@ -318,10 +310,10 @@ class EmbeddedServer(ABC):
         self._process = Process(self.part())
         self._process.wait_ready(timeout)
 
-    def stop(self, timeout: float | None = None) -> None:
+    def stop(self) -> None:
         """Stop the server cleanly."""
         if self._process:
-            self._process.stop(timeout)
+            self._process.stop()
 
     def kill(self) -> None:
         """Kill the server, as ``kill -9`` does."""

@@ -21,17 +21,19 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
 import msgspec
+from pydantic import SecretStr
 from rich.console import Console
 
 from tailrace.config.settings import Serve
+from tailrace.config.values import Properties
 from tailrace.embedded import jars
 from tailrace.embedded import process as ports
 from tailrace.embedded.cassandra import EmbeddedCassandra
@@ -65,11 +67,9 @@ def run_stack(
     Args:
         settings: The configuration; the addresses of the embedded parts replace those of Kafka and of the stores.
             Cassandra runs only if tags are stored there.
-        demo: Send sample events too.
+        demo: Send sample events too, and print hints: with the stream ``example``, with ``searches`` as arguments of
+            ``tailrace``, and with ``pages`` as paths of the service.
         console: The console for addresses; the states of the parts go to standard error.
-        example: The stream in the hints printed at the end.
-        searches: Commands for the hints, as arguments of ``tailrace``.
-        pages: Pages for the hints, as paths of the service.
 
     Raises:
         DirectoryInUse: Another process runs the stack in this folder.
@@ -96,7 +96,6 @@ def run_stack(
         valkey = EmbeddedValkey(folder / "valkey", chosen["valkey"], log=_log(folder, "valkey"))
         servers = [kafka.part(events), valkey.part()]
         addresses = [f"  kafka      {kafka.address}", f"  valkey     {valkey.url}"]
-        cassandra = None
         if "cassandra" in chosen:
             cassandra = EmbeddedCassandra(
                 folder / "cassandra", chosen["cassandra"], jars_folder=cache, log=_log(folder, "cassandra")
@@ -104,7 +103,7 @@ def run_stack(
             servers.append(cassandra.part(events))
             addresses.append(f"  cassandra  {cassandra.address}")
         address = _reachable(settings.serve.host), port
-        parts = [*servers, *own_parts(settings, folder, kafka, valkey, address, demo=demo, cassandra=cassandra)]
+        parts = [*servers, *own_parts(settings, folder, chosen, address, demo=demo)]
         url = f"http://{address[0]}:{port}"
 
         def ready() -> None:
@@ -119,36 +118,16 @@ def run_stack(
 
 
 def own_parts(
-    settings: Settings,
-    folder: Path,
-    kafka: EmbeddedKafka,
-    valkey: EmbeddedValkey,
-    address: tuple[str, int],
-    *,
-    demo: bool,
-    cassandra: EmbeddedCassandra | None = None,
+    settings: Settings, folder: Path, servers: Mapping[str, int], address: tuple[str, int], *, demo: bool
 ) -> list[Part]:
-    """Return Tailrace's own parts, in the order in which they start."""
+    """Return Tailrace's own parts, in the order in which they start; ``servers`` are the ports of the others."""
     env = {
-        **settings.environment(),
-        "TAILRACE_KAFKA__BOOTSTRAP": kafka.address,
-        "TAILRACE_KAFKA__PROPERTIES": "{}",
-        "TAILRACE_VALKEY__URL": valkey.url,
-        "TAILRACE_VALKEY__PASSWORD": "",
+        **at_servers(settings, servers).environment(),
         "TAILRACE_SERVE__PORT": str(address[1]),
         "TAILRACE_SPARK__CHECKPOINT": settings.spark.checkpoint or str(folder / "checkpoint"),
         "PYSPARK_PYTHON": sys.executable,
         "PYTHONUNBUFFERED": "1",
     }
-    if cassandra is not None:
-        env |= {
-            "TAILRACE_CASSANDRA__HOSTS": json.dumps([ports.HOST]),
-            "TAILRACE_CASSANDRA__PORT": str(cassandra.port),
-            "TAILRACE_CASSANDRA__USER": "",
-            "TAILRACE_CASSANDRA__PASSWORD": "",
-            "TAILRACE_CASSANDRA__DATACENTER": "",
-            "TAILRACE_CASSANDRA__REPLICATION": "1",
-        }
     drain = settings.embedded.drain.total_seconds()
 
     def own(name: str, *module: str, ready: Callable[[], bool] | None = None) -> Part:
@@ -171,6 +150,21 @@ def own_parts(
     if demo:
         parts.append(own("demo", "tailrace.demo", ready=_StreamsListed(address)))
     return parts
+
+
+def at_servers(settings: Settings, servers: Mapping[str, int]) -> Settings:
+    """Return settings that reach these servers of the stack, each at its port, with nothing that others need."""
+    unsecured, local = SecretStr(""), {"hosts": (ports.HOST,), "user": "", "datacenter": "", "replication": 1}
+    changes: dict[str, dict[str, Any]] = {}
+    if port := servers.get("valkey"):
+        changes["valkey"] = {"url": f"valkey://{ports.HOST}:{port}/0", "password": unsecured}
+    if port := servers.get("kafka"):
+        changes["kafka"] = {"bootstrap": f"{ports.HOST}:{port}", "properties": Properties()}
+    if port := servers.get("cassandra"):
+        changes["cassandra"] = {"port": port, "password": unsecured, **local}
+    return settings.model_copy(
+        update={name: getattr(settings, name).model_copy(update=update) for name, update in changes.items()}
+    )
 
 
 def _service_port(settings: Settings) -> int:
@@ -247,14 +241,7 @@ def _say(console: Console, *lines: str) -> None:
 
 
 class Supervisor:
-    """Runs parts until a signal or ``stop``.
-
-    Args:
-        folder: The folder of ``parts.json``; the caller has locked it.
-        parts: The parts in the order in which they start.
-        console: The console that shows every change of state.
-        backoff: The pauses between restarts.
-    """
+    """Runs parts, which start in their order, until a signal or ``stop``. The caller has locked the folder."""
 
     def __init__(
         self, folder: Path, parts: Sequence[Part], console: Console, *, backoff: Backoff | None = None
@@ -287,8 +274,12 @@ class Supervisor:
             keepers: list[asyncio.Task[None]] = []
             try:
                 for child in self._children:
-                    if not await self._first_start(child):
+                    problem = await self._start(child)
+                    if self._stopping.is_set():
                         break
+                    if problem:
+                        child.kill()
+                        raise failure(child.part, problem)
                     keepers.append(asyncio.create_task(self._keep(child)))
                 else:
                     ready()
@@ -300,48 +291,27 @@ class Supervisor:
                 await self._drain()
         return 130 if self._hurry.is_set() else 0
 
-    async def _first_start(self, child: _Child) -> bool:
-        """Start a part; return False if a signal came before it served."""
-        self._start(child)
-        problem = await self._until_ready(child)
-        if self._stopping.is_set():
-            return False
-        if problem:
-            assert child.process is not None
-            child.process.kill()
-            raise failure(child.part, problem)
-        return True
-
     async def _keep(self, child: _Child) -> None:
         while True:
-            while child.runs:  # noqa: ASYNC110  a process that ends sets no event
+            while child.is_running():  # noqa: ASYNC110  a process that ends sets no event
                 await asyncio.sleep(_POLL)
-            assert child.process is not None
-            child.process.sweep()
+            exit_code = child.kill()
             healthy = time.monotonic() - child.ready_at if child.ready_at else 0.0
             child.pause = self._backoff.after(child.pause, healthy)
             child.restarts += 1
-            self._announce(
-                child,
-                "died",
-                f"died (exit {child.exit_code}), restarting in {child.pause:g} s; its log is {child.part.log}",
-            )
+            text = f"died (exit {exit_code}), restarting in {child.pause:g} s; its log is {child.part.log}"
+            self._announce(child, "died", text)
             await asyncio.sleep(child.pause)
-            self._start(child)
-            problem = await self._until_ready(child)
-            if problem and child.exit_code is None:
+            problem = await self._start(child)
+            if problem and child.is_running():
                 self._announce(child, "slow", f"{problem}: ending it")
-                child.process.kill()
+                child.kill()
 
-    def _start(self, child: _Child) -> None:
-        child.process = Process(child.part)
-        child.ready_at = 0.0
-        self._announce(child, "starting" if child.part.ready else "running", f"starting (pid {child.process.pid})")
-
-    async def _until_ready(self, child: _Child) -> str | None:
-        """Wait until a part serves; return the problem if it does not."""
-        process, ready = child.process, child.part.ready
-        assert process is not None
+    async def _start(self, child: _Child) -> str | None:
+        """Start a part and wait until it serves, or until a signal; return the problem if it does not serve."""
+        process, ready = Process(child.part), child.part.ready
+        child.process, child.ready_at = process, 0.0
+        self._announce(child, "starting" if ready else "running", f"starting (pid {process.pid})")
         while not self._stopping.is_set():
             if process.exit_code is None and (ready is None or await asyncio.to_thread(ready)):
                 child.ready_at = time.monotonic()
@@ -357,14 +327,14 @@ class Supervisor:
         for child in reversed(self._children):
             if child.process is None:
                 continue
-            if child.runs:
+            if child.is_running():
                 self._announce(child, "stopping", "stopping")
-                child.process.signal(child.part.stop_signal)
+                child.process.signal(signal.SIGTERM)
             deadline = time.monotonic() + child.part.stop_timeout
-            while child.runs and not self._hurry.is_set() and time.monotonic() < deadline:  # noqa: ASYNC110  as above
+            while child.is_running() and not self._hurry.is_set() and time.monotonic() < deadline:  # noqa: ASYNC110
                 await asyncio.sleep(_POLL / 2)
-            forced = child.runs
-            child.process.kill()
+            forced = child.is_running()
+            child.kill()
             self._announce(child, "stopped", "killed" if forced else "stopped")
 
     @contextlib.asynccontextmanager
@@ -385,7 +355,7 @@ class Supervisor:
         status = [
             {
                 "name": each.part.name,
-                "pid": each.process.pid if each.process and each.runs else None,
+                "pid": each.process.pid if each.process and each.is_running() else None,
                 "state": each.state,
                 "restarts": each.restarts,
                 "since": each.since.isoformat(timespec="milliseconds"),
@@ -409,13 +379,14 @@ class _Child:
     ready_at: float = 0.0
     pause: float | None = None
 
-    @property
-    def exit_code(self) -> int | None:
-        return self.process.exit_code if self.process else None
-
-    @property
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
         return self.process is not None and self.process.exit_code is None
+
+    def kill(self) -> int | None:
+        """End the process and all that it started; return its exit code."""
+        assert self.process is not None
+        self.process.kill()
+        return self.process.exit_code
 
 
 class Backoff(msgspec.Struct, frozen=True, kw_only=True):

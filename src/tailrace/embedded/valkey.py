@@ -33,7 +33,7 @@ _SETTINGS: Final = {
 
 
 class EmbeddedValkey(EmbeddedServer):
-    """A Valkey on a folder and a port; port 0 is a free one, chosen once.
+    """A Valkey on a folder and a port.
 
     Args:
         settings: Settings of the server on top of ours.
@@ -51,7 +51,7 @@ class EmbeddedValkey(EmbeddedServer):
         settings: Mapping[str, str] | None = None,
         binary: Path | None = None,
     ) -> None:
-        super().__init__(folder, port or free_port(), log)
+        super().__init__(folder, port, log=log)
         self._file = self.folder / "valkey.conf"
         self._extra = dict(settings or {})
         self._binary = binary
@@ -62,7 +62,6 @@ class EmbeddedValkey(EmbeddedServer):
         return f"valkey://{self.address}/0"
 
     def part(self) -> Part:
-        """Write the settings, and return the part that runs the server on the folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
         own = {"port": str(self.port), "dir": f'"{self.folder}"'}
         lines = (f"{key} {value}" for key, value in {**_SETTINGS, **own, **self._extra}.items())
@@ -75,7 +74,6 @@ class EmbeddedValkey(EmbeddedServer):
         return valkey.Valkey(host=HOST, port=self.port, socket_timeout=2, socket_connect_timeout=2)
 
     def is_ready(self) -> bool:
-        """Return whether the server answers, with its data loaded, and is the one of this folder."""
         try:
             with self.client() as client:
                 return bool(client.ping()) and client.info("server")["config_file"] == str(self._file)
@@ -120,9 +118,8 @@ def _join(nodes: Sequence[EmbeddedValkey]) -> None:
                 start, end = _SLOTS * number // len(nodes), _SLOTS * (number + 1) // len(nodes) - 1
                 client.execute_command("CLUSTER ADDSLOTSRANGE", start, end)
                 client.execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
-            bus = nodes[0]._extra["cluster-port"]
             if number:
-                client.execute_command("CLUSTER MEET", HOST, nodes[0].port, bus)
+                client.execute_command("CLUSTER MEET", HOST, nodes[0].port, nodes[0]._extra["cluster-port"])
 
 
 def _settled(node: EmbeddedValkey, size: int) -> bool:
@@ -132,11 +129,8 @@ def _settled(node: EmbeddedValkey, size: int) -> bool:
 
 
 def _info(client: valkey.Valkey) -> dict[str, str]:
-    answer = client.execute_command("CLUSTER INFO")
-    if isinstance(answer, dict):
-        return {str(key): str(value) for key, value in answer.items()}
-    text = answer.decode() if isinstance(answer, bytes) else str(answer)
-    return dict(line.split(":", 1) for line in text.split() if ":" in line)
+    found: dict[str, str] = client.execute_command("CLUSTER INFO")
+    return found
 
 
 def _binary() -> Path:

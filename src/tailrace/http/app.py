@@ -18,7 +18,6 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
-from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
@@ -90,12 +89,9 @@ def create_app(settings: Settings, views: Sequence[View]) -> FastAPI:
 class Protocol(HttpToolsProtocol):
     """Gives each request a function that drops its connection; a close would wait for the client to read."""
 
-    buffer_bytes = HIGH_WATER_LIMIT
-    """Unsent bytes that make a send wait."""
-
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=self.buffer_bytes)
+        transport.set_write_buffer_limits(high=_client_bytes(self.config))
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -105,12 +101,10 @@ class Protocol(HttpToolsProtocol):
 class SocketProtocol(WebSocketsSansIOProtocol):
     """The same for WebSockets; a WebSocket that is closed goes, even if the client does not read."""
 
-    buffer_bytes = HIGH_WATER_LIMIT
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.logger = _quiet
         super().connection_made(transport)
-        self.transport.set_write_buffer_limits(high=self.buffer_bytes)
+        self.transport.set_write_buffer_limits(high=_client_bytes(self.config))
 
     def handle_connect(self, event: Any) -> None:
         super().handle_connect(event)
@@ -132,20 +126,25 @@ class SocketProtocol(WebSocketsSansIOProtocol):
         self.loop.call_later(FAREWELL_S, self.transport.abort)
 
 
+def _client_bytes(config: uvicorn.Config) -> int:
+    """Return how many unsent bytes make a send wait."""
+    found: int = config.app.state.service.settings.serve.client_bytes  # type: ignore[union-attr]
+    return found
+
+
 class Server(uvicorn.Server):
     """A server that drains before it closes, and ends with code 0 on a signal."""
 
     def __init__(self, app: FastAPI) -> None:
         self._service: Service = app.state.service
-        client_bytes = self._service.settings.serve.client_bytes
         pings = [part.ping.total_seconds() for part in self._service.parts.values() if part.ping is not None]
         ping_s = min(pings, default=PING_S)
         super().__init__(
             uvicorn.Config(
                 app,
                 loop="uvloop",
-                http=type("BoundedProtocol", (Protocol,), {"buffer_bytes": client_bytes}),
-                ws=type("BoundedSocket", (SocketProtocol,), {"buffer_bytes": client_bytes}),
+                http=Protocol,
+                ws=SocketProtocol,
                 ws_max_size=FRAME_BYTES,
                 ws_ping_interval=ping_s,
                 ws_ping_timeout=ping_s,

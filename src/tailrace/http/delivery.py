@@ -24,6 +24,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from typing import Protocol, TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -32,7 +33,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from tailrace.api.answers import Closing
 from tailrace.api.requests import FeedParameters
 from tailrace.errors import TailraceError
-from tailrace.http.problems import problem_json
+from tailrace.http.problems import problem_of
 from tailrace.http.service import LogService, Service, now_ms
 from tailrace.log.request import AnyFeed, AnyFrame, Batch, ControlFrame, EventFrame, make_request
 
@@ -58,6 +59,8 @@ class Encoding(ABC):
     behind: bytes
     skipped = 0
     """Bytes of the JSON that ``between`` replaces."""
+    moved: bytes
+    """Form of a frame that only moves the cursor."""
 
     def opening(self, retry_ms: int, cursor: str | None) -> bytes:
         """Return the first bytes, with the cursor where a new request begins."""
@@ -79,7 +82,7 @@ class Encoding(ABC):
             elif isinstance(frame, ControlFrame):
                 out.append(self.control(cursor, frame.name, frame.data))
             else:
-                out.append(self.moved(cursor))
+                out.append(self.moved % cursor)
         return b"".join(out)
 
     def _batch(self, batch: Batch) -> bytes:
@@ -95,10 +98,6 @@ class Encoding(ABC):
     def control(self, cursor: bytes, name: str, document: bytes) -> bytes:
         """Encode a frame about the feed itself; it may have no cursor."""
 
-    @abstractmethod
-    def moved(self, cursor: bytes) -> bytes:
-        """Encode a frame that only moves the cursor."""
-
     def farewell(self, retry_ms: int) -> bytes:
         """Return the last bytes of a feed that the service ends."""
         return b""
@@ -110,17 +109,15 @@ class EventStream(Encoding):
     media_type = "text/event-stream; charset=utf-8"
     heartbeat = b": \n\n"
     before, between, behind = b"id: ", b"\ndata: ", b"\n\n"
+    moved = b"id: %b\n\n"
 
     def opening(self, retry_ms: int, cursor: str | None) -> bytes:
-        start = b"" if cursor is None else self.moved(cursor.encode("ascii"))
+        start = b"" if cursor is None else self.moved % cursor.encode("ascii")
         return b"retry: %d\n\n%b" % (retry_ms, start)
 
     def control(self, cursor: bytes, name: str, document: bytes) -> bytes:
         place = b"id: %b\n" % cursor if cursor else b""
         return b"%bevent: %b\ndata: %b\n\n" % (place, name.encode(), one_line(document))
-
-    def moved(self, cursor: bytes) -> bytes:
-        return b"id: %b\n\n" % cursor
 
     def farewell(self, retry_ms: int) -> bytes:
         # All clients get it at the same moment; they must not come back at the same moment.
@@ -136,6 +133,7 @@ class NdjsonEncoding(Encoding):
     media_type = "application/x-ndjson"
     heartbeat = b"\n"
     before, between, behind = b'{"cursor":"', b'",', b"\n"
+    moved = b'{"event":"moved","cursor":"%b"}\n'
     skipped = 1
 
     def control(self, cursor: bytes, name: str, document: bytes) -> bytes:
@@ -143,9 +141,6 @@ class NdjsonEncoding(Encoding):
         members = one_line(document)[1:].lstrip()
         comma = b"" if members == b"}" else b","
         return b'{"event":"%b"%b%b%b\n' % (name.encode(), place, comma, members)
-
-    def moved(self, cursor: bytes) -> bytes:
-        return b'{"event":"moved","cursor":"%b"}\n' % cursor
 
 
 def one_line(document: bytes) -> bytes:
@@ -200,13 +195,9 @@ async def send_in(timeout_s: float, send: Send, message: Message) -> None:
         raise SlowClientError from None
 
 
-def abort(scope: Scope) -> bool:
-    """Drop a connection and its buffer; return False if the server cannot."""
-    drop = scope.get("state", {}).get(ABORT)
-    if drop is None:
-        return False
-    drop()
-    return True
+def abort(scope: Scope) -> None:
+    """Drop a connection and its buffer."""
+    scope["state"][ABORT]()
 
 
 class FeedResponse(Response):
@@ -228,7 +219,7 @@ class FeedResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         delivery = _Delivery(self._service, self._encoding, send)
-        with self._service.admitted(delivery):
+        with self._service.admitted(delivery.stop):
             feed = await self._open()
             try:
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -302,8 +293,8 @@ class _Delivery:
         except SlowClientError:
             self._metrics.slow_closes.inc()
             logger.info("closed a feed: the client took no bytes for %g s", self._send_timeout_s)
-            if abort(scope):
-                await asyncio.wait({listening}, timeout=1.0)
+            abort(scope)
+            await asyncio.wait({listening}, timeout=1.0)
         finally:
             self._over = True
             for task in (pulling, listening):
@@ -332,7 +323,7 @@ class _Delivery:
     def _fail(self, error: Exception) -> None:
         if not self._over:
             self._metrics.errors.labels(getattr(error, "code", "internal")).inc()
-            self._last(self._encoding.control(b"", "problem", problem_json(error)))
+            self._last(self._encoding.control(b"", "problem", msgspec.json.encode(problem_of(error))))
 
     def _last(self, chunk: bytes) -> None:
         self._over = True
@@ -415,7 +406,7 @@ class Speaker(Protocol):
 async def converse(service: Service, websocket: WebSocket, speaker: Speaker, subprotocol: str | None = None) -> None:
     """Accept a WebSocket and send on it until one side ends. Raises Overloaded before it is accepted."""
     metrics, send_timeout_s = service.metrics, service.settings.serve.send_timeout.total_seconds()
-    with service.admitted(speaker), metrics.viewers_open.track_inprogress():
+    with service.admitted(speaker.stop), metrics.viewers_open.track_inprogress():
         try:
             await websocket.accept(subprotocol)
         except WebSocketDisconnect:

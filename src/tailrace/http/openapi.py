@@ -50,8 +50,8 @@ def schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
     return found
 
 
-def answer(kind: type[msgspec.Struct], media_type: str = "application/json") -> Responses:
-    return {200: {"description": "Successful Response", "content": {media_type: {"schema": reference(kind)}}}}
+def answer(kind: type[msgspec.Struct]) -> Responses:
+    return {200: {"description": "Successful Response", "content": {"application/json": {"schema": reference(kind)}}}}
 
 
 def text(media_type: str) -> Responses:

@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 _ROUTING = {404: "route.not_found", 405: "route.method_not_allowed"}
 _ID = re.compile(rb"[!-~]{1,128}")
 _ANSWERS = ("http.response.start", "websocket.http.response.start", "websocket.accept")
-_encode = msgspec.json.Encoder().encode
 
 
 def problem_of(error: Exception) -> dict[str, Any]:
@@ -40,10 +39,6 @@ def problem_of(error: Exception) -> dict[str, Any]:
     document = _document(error.code, title, error.status, str(error), error.retryable)
     facts = vars(error) if isinstance(error, UsageError) else {}
     return {**{name: value for name, value in facts.items() if isinstance(value, str | int)}, **document}
-
-
-def problem_json(error: Exception) -> bytes:
-    return _encode(problem_of(error))
 
 
 def _document(code: str, title: str, status: int, detail: str, retryable: bool = False) -> dict[str, Any]:
@@ -59,25 +54,21 @@ class Problems:
         self._retry_after = str(max(1, math.ceil(retry_s)))
 
     def install(self, app: FastAPI) -> None:
-        app.add_exception_handler(TailraceError, self._tailrace)
-        app.add_exception_handler(HTTPException, self._routing)
+        app.add_exception_handler(TailraceError, self._refused)
+        app.add_exception_handler(HTTPException, self._refused)
 
     def answer(self, document: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
         """Return the response of a problem document."""
         self._metrics.errors.labels(document["code"]).inc()
-        more = dict(headers or {})
+        more = {"Cache-Control": "no-store", **(headers or {})}
         if document["retryable"]:
             more.setdefault("Retry-After", self._retry_after)
         if document["status"] == 413:
             more["Connection"] = "close"  # the rest of the body is not read
-        return Response(_encode(document), document["status"], {"Cache-Control": "no-store", **more}, PROBLEM_TYPE)
+        return Response(msgspec.json.encode(document), document["status"], more, PROBLEM_TYPE)
 
-    async def _tailrace(self, request: Request, error: Exception) -> Response:
-        return self.answer(problem_of(error))
-
-    async def _routing(self, request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        return self.unrouted(request, error)
+    async def _refused(self, request: Request, error: Exception) -> Response:
+        return self.unrouted(request, error) if isinstance(error, HTTPException) else self.answer(problem_of(error))
 
     def unrouted(self, request: HTTPConnection, error: HTTPException) -> Response:
         """Return the answer to a request, or a WebSocket, that no route takes."""

@@ -80,14 +80,8 @@ class Routes:
     ) -> Callable[[F], F]:
         """Decorate the handler of a URL.
 
-        Args:
-            method: of HTTP.
-            path: with parameters in braces.
-            statuses: of the problems that it may answer with.
-            responses: its other answers, if it does not return a struct.
-            body: the description of its body.
-            narrowed: the handler itself narrows what a user may see.
-            options: of FastAPI's routes.
+        ``statuses`` are those of the problems that it may answer with, ``responses`` its other answers if it does not
+        return a struct, and ``options`` those of FastAPI. A ``narrowed`` handler itself limits what a user may see.
         """
         options.setdefault("response_class", Response)
         options["dependencies"] = [Depends(everything)] if self._guarded and not narrowed else []
@@ -233,7 +227,6 @@ def _is_list(kind: Any) -> bool:
 
 
 def read_body(kind: type[P], body: bytes) -> P:
-    """Read a JSON body."""
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
     except msgspec.ValidationError as error:
@@ -290,21 +283,16 @@ def topics_of(settings: Settings, request: HTTPConnection) -> str:
     raise AccessDenied(f"user {named[0][:80]!r} has no topics: see serve.topics_by_user")
 
 
-async def everything(request: Request) -> None:
+async def everything(request: HTTPConnection) -> None:
     """Refuse a user who may not do everything. A dependency of routes."""
-    refuse_partial(request.app.state.service.settings, request)
-
-
-def refuse_partial(settings: Settings, request: HTTPConnection) -> None:
-    """Refuse a user who may not do everything; a WebSocket too, by the header that it was opened with."""
-    if topics_of(settings, request) != EVERYTHING:
+    if topics_of(request.app.state.service.settings, request) != EVERYTHING:
         raise AccessDenied("you may search, with /v1/grep, and nothing else: see serve.topics_by_user")
 
 
-def admit(service: Service, websocket: WebSocket, origins: Iterable[str]) -> None:
-    """Raise AccessDenied for a page of another origin, or a user who may not do everything."""
+async def admit(websocket: WebSocket, origins: Iterable[str]) -> None:
+    """Raise AccessDenied for a page of another origin, or a user (by the header) who may not do everything."""
     refuse_foreign(websocket.headers.getlist("origin"), websocket.headers.get("host", ""), origins)
-    refuse_partial(service.settings, websocket)
+    await everything(websocket)
 
 
 def refuse_foreign(sent: list[str], host: str, origins: Iterable[str]) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from tailrace.config.settings import Settings
 from tailrace.errors import Overloaded, StoreUnavailable, TailraceError
@@ -33,13 +33,6 @@ P = TypeVar("P", bound="ViewService")
 T = TypeVar("T")
 
 
-class Stoppable(Protocol):
-    """An open feed, as far as the service cares."""
-
-    def stop(self) -> None:
-        """Send a farewell and end soon."""
-
-
 class Service:
     """Everything that handlers use. ``running`` opens it and closes it."""
 
@@ -59,7 +52,7 @@ class Service:
         }
         """Parts of the views, by the name of the view."""
         self.metrics.register(part.collector for part in self.parts.values() if part.collector is not None)
-        self._open: set[Stoppable] = set()
+        self._open: set[Callable[[], None]] = set()
         self._bodies = 0
         self._draining = False
 
@@ -104,24 +97,24 @@ class Service:
     def drain(self) -> None:
         """Take no more feeds, and end those that are open."""
         self._draining = True
-        for feed in list(self._open):
-            feed.stop()
+        for stop in list(self._open):
+            stop()
 
     @contextmanager
-    def admitted(self, feed: Stoppable) -> Iterator[None]:
-        """Count a feed among the open ones, or refuse it."""
+    def admitted(self, stop: Callable[[], None]) -> Iterator[None]:
+        """Count a feed among the open ones, or refuse it; ``stop`` makes it say farewell and end soon."""
         if self._draining:
             raise Overloaded("the service is shutting down: connect again in a moment")
         if len(self._open) >= self.settings.serve.connections:
             raise Overloaded(
                 f"{len(self._open)} feeds are open, as many as may be (serve.connections): try again later"
             )
-        self._open.add(feed)
+        self._open.add(stop)
         self.metrics.feeds_open.set(len(self._open))
         try:
             yield
         finally:
-            self._open.discard(feed)
+            self._open.discard(stop)
             self.metrics.feeds_open.set(len(self._open))
 
     @contextmanager
@@ -188,7 +181,6 @@ class LogService(ViewService):
         self._hub = await stack.enter_async_context(hub)
 
     async def open(self, request: FeedRequest) -> AnyFeed:
-        """Open a feed over logs of this view."""
         return await LogFeeds(self.hub, self.logs, now_ms).open(request)
 
 

@@ -17,6 +17,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,7 +36,8 @@ from tailrace.testing.spark import QUICK_JAVA, use_spark_classes
 from tailrace.upkeep.spark import end_session
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.rows import cassandra as schema
-from tailrace.views.tags.rows.cassandra import CassandraOptions, disconnect
+from tailrace.views.tags.rows.cassandra import disconnect
+from tailrace.views.tags.settings import CassandraSettings
 
 S = TypeVar("S", bound=EmbeddedServer)
 
@@ -275,15 +277,15 @@ def any_store(request: pytest.FixtureRequest) -> StoreOptions:
     return StoreOptions(url, prefix=unique_name())
 
 
-def _keyspace(node: EmbeddedCassandra) -> Iterator[CassandraOptions]:
-    options = CassandraOptions(port=node.port, keyspace=unique_name(), timeout_s=30.0)
+def _keyspace(node: EmbeddedCassandra) -> Iterator[CassandraSettings]:
+    options = CassandraSettings(port=node.port, keyspace=unique_name(), timeout=timedelta(seconds=30))
     schema.prepare(options)
     yield options
     disconnect(options)
 
 
 @pytest.fixture
-def rows_store(cassandra_server: EmbeddedCassandra) -> Iterator[CassandraOptions]:
+def rows_store(cassandra_server: EmbeddedCassandra) -> Iterator[CassandraSettings]:
     """A keyspace of the shared Cassandra, with its tables."""
     yield from _keyspace(cassandra_server)
 
@@ -307,6 +309,6 @@ def own_cassandra(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embedded
 
 
 @pytest.fixture
-def own_rows_store(own_cassandra: EmbeddedCassandra) -> Iterator[CassandraOptions]:
+def own_rows_store(own_cassandra: EmbeddedCassandra) -> Iterator[CassandraSettings]:
     """A keyspace of the module's own Cassandra, with its tables."""
     yield from _keyspace(own_cassandra)

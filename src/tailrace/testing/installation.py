@@ -1,7 +1,7 @@
-"""An installation of Tailrace for tests: its part of Kafka and of Valkey, and its pipeline as a process.
+"""An installation of Tailrace for tests: its part of Kafka and of Valkey, its pipeline and its service.
 
-An installation has topics, keys and transactional ids of its own, so that many share the servers. A service for it is
-``ServiceProcess(installation.store, …)``.
+An installation has topics, keys and transactional ids of its own, so that many share the servers. Pipeline and service
+are processes that can be killed; ``ServiceThread`` and ``served`` run a service in the test's own process.
 """
 
 from __future__ import annotations
@@ -10,25 +10,32 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import httpx
 import msgspec
 import psutil
 from confluent_kafka.admin import AdminClient, NewTopic
 
-from tailrace.embedded.process import Part, Process, tail
+from tailrace.config.settings import Settings, load
+from tailrace.embedded.process import HOST, Part, Process, free_port, tail
 from tailrace.errors import StoreChanged, StoreUnavailable
+from tailrace.http.app import Server, create_app, listen
 from tailrace.testing.spark import QUICK_JAVA
 from tailrace.valkey.marks import read_counts
 from tailrace.valkey.shards import Shards, StoreOptions
+from tailrace.views import VIEWS
 
 PATIENCE_S = 90.0
 """Seconds to wait for a condition; the machine may be busy with other things."""
-
+NO_BROKER = "127.0.0.1:1"
+"""An address at which nobody listens."""
 
 _installations = count()
 
@@ -88,7 +95,6 @@ class Installation:
         return self._shards
 
     def counts(self, view: str = "days") -> dict[str, int]:
-        """Return the view's counters."""
         return read_counts(self.shards(), view)
 
     def status(self, view: str = "days") -> dict[str, Any]:
@@ -102,32 +108,51 @@ class Installation:
         return "\n".join(tail(file, lines) for file in sorted(self.folder.glob("pipeline*.log"))[-2:])
 
 
-class PipelineProcess:
-    """One ``tailrace run``, started, killed and started again."""
+class CommandProcess:
+    """A command of Tailrace as a process. Use as ``with``, or start and kill it."""
 
-    def __init__(
-        self, installation: Installation, name: str = "pipeline", arguments: Sequence[str] = (), **changes: str
-    ) -> None:
-        self._part = Part(
-            name=name,
-            command=(sys.executable, "-m", "tailrace", "run", *arguments),
-            log=installation.folder / f"{name}.log",
-            env=installation.environment(**changes) | {"PYTHONUNBUFFERED": "1"},
-        )
-        self._installation = installation
+    def __init__(self, name: str, arguments: Sequence[str], folder: Path, env: dict[str, str], **options: Any) -> None:
+        command = (sys.executable, "-m", "tailrace", *arguments)
+        self._part = Part(name=name, command=command, log=folder / f"{name}.log", env=env, **options)
         self._process: Process | None = None
 
-    def __enter__(self) -> PipelineProcess:
+    def __enter__(self) -> Self:
         return self.start()
 
     def __exit__(self, *_: object) -> None:
         if self._process is not None:
             self._process.kill()
 
-    def start(self, *, wait: bool = True) -> PipelineProcess:
+    def start(self) -> Self:
+        """Start it, and wait until it answers."""
+        self._process = Process(self._part)
+        self._process.wait_ready()
+        return self
+
+    @property
+    def process(self) -> Process:
+        assert self._process is not None
+        return self._process
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+
+class PipelineProcess(CommandProcess):
+    """One ``tailrace run``, started, killed and started again."""
+
+    def __init__(
+        self, installation: Installation, name: str = "pipeline", arguments: Sequence[str] = (), **changes: str
+    ) -> None:
+        env = installation.environment(**changes) | {"PYTHONUNBUFFERED": "1"}
+        super().__init__(name, ("run", *arguments), installation.folder, env)
+        self._installation = installation
+
+    def start(self, *, wait: bool = True) -> Self:
         """Start the process; wait until its query has reported."""
         before = self._installation.status().get("epoch", 0)
-        self._process = Process(self._part)
+        super().start()
         if wait:
             wait_for("a report of the pipeline", lambda: self._reported(before))
         return self
@@ -138,14 +163,8 @@ class PipelineProcess:
         return bool(report.get("epoch", 0) > before and report["state"] == "running")
 
     @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
-
-    @property
     def exit_code(self) -> int | None:
-        assert self._process is not None
-        return self._process.exit_code
+        return self.process.exit_code
 
     @property
     def log(self) -> str:
@@ -163,13 +182,11 @@ class PipelineProcess:
         self.wait_gone(family)
 
     def wait_gone(self, family: list[psutil.Process]) -> None:
-        """Wait until nothing of a family of processes lives."""
         wait_for("the end of what the driver started", lambda: not any(map(lives, family)), 20)
 
     def wait_end(self, timeout: float = 60) -> int:
         """Wait for the process to end; return its exit code."""
-        assert self._process is not None
-        assert self._process.wait(timeout), f"still running after {timeout:g} s:\n{tail(self._part.log)}"
+        assert self.process.wait(timeout), f"still running after {timeout:g} s:\n{tail(self._part.log)}"
         assert self.exit_code is not None
         return self.exit_code
 
@@ -182,7 +199,6 @@ class PipelineProcess:
         return [p for p in self.family() if lives(p) and _is_python_of_spark(p) and _is_python_of_spark(p.parent())]
 
     def jvm(self) -> psutil.Process:
-        """Return Spark's own process."""
         return next(p for p in self.family() if lives(p) and p.name() == "java")
 
 
@@ -203,3 +219,73 @@ def _command(process: psutil.Process | None) -> str:
         return " ".join(process.cmdline()) if process is not None else ""
     except psutil.Error:
         return ""
+
+
+class ServiceThread:
+    """The service in a thread of its own, at a free port. The caller stops it."""
+
+    def __init__(self, settings: Settings) -> None:
+        app = create_app(settings, VIEWS)
+        self.service = app.state.service
+        self.server = Server(app)
+        listener = listen(HOST, 0)
+        self.port: int = listener.getsockname()[1]
+        self.url = f"http://{HOST}:{self.port}"
+        self._thread = threading.Thread(target=self.server.run, args=([listener],), daemon=True)
+        self._thread.start()
+        while not self.server.started:
+            time.sleep(0.01)
+
+    def client(self, **more: Any) -> httpx.Client:
+        """Return a client; ``more`` are options of httpx."""
+        # Nothing is encrypted here: no certificates are loaded, which takes longer than most tests.
+        return httpx.Client(base_url=self.url, timeout=30, trust_env=False, verify=False, **more)
+
+    def stop(self) -> None:
+        self.server.should_exit = True
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+
+@contextmanager
+def served(store: StoreOptions, **settings: object) -> Iterator[ServiceThread]:
+    """Run a service without a broker over a store; ``serve__retry="200ms"`` is the setting ``serve.retry``."""
+    at: dict[str, object] = {"valkey.url": store.url, "valkey.prefix": store.prefix, "kafka.bootstrap": NO_BROKER}
+    running = ServiceThread(load(Path(os.devnull), at | {name.replace("__", "."): v for name, v in settings.items()}))
+    try:
+        yield running
+    finally:
+        running.stop()
+
+
+class ServiceProcess(CommandProcess):
+    """``tailrace serve`` over a store, at a port that it has again when it is started again.
+
+    Its log is ``name`` in the folder; ``serve__retry="200ms"`` is the setting ``serve.retry``.
+    """
+
+    def __init__(self, store: StoreOptions, folder: Path, name: str = "serve", **settings: object) -> None:
+        self.port = free_port()
+        self.url = f"http://{HOST}:{self.port}"
+        at = {"valkey__url": store.url, "valkey__prefix": store.prefix, "kafka__bootstrap": NO_BROKER, **settings}
+        env = {"TAILRACE_CONFIG": os.devnull} | {f"TAILRACE_{key.upper()}": str(value) for key, value in at.items()}
+        super().__init__(name, ("serve", "--port", str(self.port)), folder, env, ready=self._answers)
+
+    def kill(self) -> None:
+        """End it as ``kill -9`` does."""
+        self.process.kill()
+
+    def stop(self) -> None:
+        self.process.stop()
+        assert self.process.exit_code == 0
+
+    def metric(self, name: str) -> float:
+        text = httpx.get(f"{self.url}/metrics", timeout=30, trust_env=False).text
+        [line] = [line for line in text.splitlines() if line.startswith(f"{name} ")]
+        return float(line.split(" ")[1])
+
+    def _answers(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/healthz", timeout=1, trust_env=False).is_success
+        except httpx.TransportError:
+            return False
