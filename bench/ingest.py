@@ -1,7 +1,6 @@
 """Speed of records from Kafka into day streams, in one run with the bare read and with a plain consumer.
 
-    nothing   Spark reads the topic and drops it: the bare Kafka read, no Python
-    handed    Spark reads the topic and hands it to Python, which drops it: what any Python pipeline pays
+    nothing   one Python consumer reads the topic and drops it: the bare Kafka read
     days      the pipeline: marks, runs, numbers, registry, tails, in Valkey with appendfsync always
     plain     a Python consumer that does one XADD * per event in pipelines of 500: fast to write, repeats on restart
 
@@ -17,13 +16,12 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import valkey
 from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
@@ -33,12 +31,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from bench.meter import cpu_seconds, report
 from bench.servers import plans_of, servers
 from tailrace.config.settings import load
-from tailrace.driver.one_pass import COUNTED, one_pass
-from tailrace.driver.slice import COLUMNS, make_plan
-from tailrace.driver.source import reader_options, session, tasks
-from tailrace.embedded.jars import cache_folder, fetch
+from tailrace.driver.crew import Crew
+from tailrace.driver.shift import Shift
+from tailrace.driver.slice import Plan, make_plan
+from tailrace.driver.source import hand_count, session
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
+from tailrace.kafka.broker import client_properties
+from tailrace.log.event import Partition
 from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare
 
 _runs = count()
@@ -76,73 +76,54 @@ def produce(bootstrap: str, topic: str, partitions: int, names: int, events: int
     producer.flush()
 
 
-def _drop(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    total = sum(batch.num_rows for batch in batches)
-    yield pa.RecordBatch.from_arrays([pa.array([total], pa.int64())], names=["records"])
-
-
 class Spark:
-    """Runs the pipeline's query, or a part of it, over one topic."""
+    """Runs the pipeline's hands over one topic."""
 
-    def __init__(self, bootstrap: str, url: str, checkpoints: Path) -> None:
-        # Each run is a new query with new consumers: those of the last one must not fill the heap of the next.
-        short = {f"spark.kafka.consumer.{kept}.timeout": "5s" for kept in ("cache", "fetchedData.cache")}
-        short |= {
-            f"spark.kafka.consumer.{kept}.evictorThreadRunInterval": "2s" for kept in ("cache", "fetchedData.cache")
-        }
-        self.settings = load(flags={"kafka.bootstrap": bootstrap, "valkey.url": url, "spark.conf": short})
-        self.spark = session(self.settings, fetch("spark", cache_folder(self.settings.spark.jars)))
-        self._checkpoints = checkpoints
+    def __init__(self, bootstrap: str, url: str) -> None:
+        self.settings = load(flags={"kafka.bootstrap": bootstrap, "valkey.url": url})
+        self.spark = session(self.settings, hands=True)
 
-    def run(self, topic: str, partitions: int, events: int, kind: str) -> float:
-        """Read the whole topic; return events per second over the batches."""
-        options = reader_options(self.settings, {}, partitions) | {
-            "subscribePattern": f"^{topic}$",
-            "startingOffsets": "earliest",
-        }
-        rows = (
-            self.spark.readStream.format("kafka")
-            .options(**options)
-            .load()
-            .selectExpr(*COLUMNS)
-            .coalesce(tasks(self.settings, self.spark))
-        )
-        if kind == "handed":
-            rows = rows.mapInArrow(_drop, COUNTED)
-        elif kind == "days":
-            rows = rows.mapInArrow(one_pass(self._plan()), COUNTED)
-        query = (
-            rows.writeStream.format("noop")
-            .option("checkpointLocation", str(self._checkpoints / str(next(_runs))))
-            .option("asyncProgressTrackingEnabled", "true")
-            .option("asyncProgressTrackingCheckpointIntervalMs", "1000")
-            .start()
-        )
-        read, seen, spent = 0, -1, 0.0
-        while read < events:
+    def run(self, topic: str, partitions: int, events: int) -> float:
+        """Write the whole topic; return events per second."""
+        plan, shards = self._plan()
+        shift = Shift(plan, "intake", 0, 0, client_properties(self.settings), frozenset(), 1.0)
+        crew = Crew(self.spark, shards, shift, hand_count(self.settings, self.spark))
+        crew.tick()
+        while not crew.is_heard():  # the processes are there, as they are when records come to a pipeline
             time.sleep(0.02)
-            for progress in query.recentProgress:
-                facts = json.loads(progress.json)
-                if facts["batchId"] > seen and facts["numInputRows"]:
-                    seen = facts["batchId"]
-                    read += facts["numInputRows"]
-                    spent += facts["durationMs"]["triggerExecution"] / 1000
-            if not query.isActive:
-                raise SystemExit(f"the query ended: {query.exception()}")
-        query.stop()
-        return read / spent
+        began = time.perf_counter()
+        crew.assign({Partition(topic, p): 0 for p in range(partitions)})
+        while sum(crew.report().done.values()) < events:
+            time.sleep(0.02)
+            crew.tick()
+        spent = time.perf_counter() - began
+        crew.stop()
+        shards.close()
+        return events / spent
 
-    def _plan(self) -> Any:
+    def _plan(self) -> tuple[Plan, Shards]:
         flags = {"kafka.bootstrap": self.settings.kafka.bootstrap, "valkey.url": self.settings.valkey.url}
         settings = load(flags={**flags, "valkey.prefix": f"b{next(_runs)}"})
         shards = Shards(StoreOptions.of(settings.valkey)).open()
         prepare(shards)
         views = ("intake", "days")
-        return make_plan(settings, shards, plans_of(settings, views), enlist(shards, views), {})
+        return make_plan(settings, shards, plans_of(settings, views), enlist(shards, views)), shards
 
     def pids(self) -> list[int]:
         gateway = self.spark.sparkContext._gateway
         return [gateway.proc.pid, os.getpid()]
+
+
+def nothing(bootstrap: str, topic: str, partitions: int, events: int) -> float:
+    """Read and drop; return events per second."""
+    consumer = Consumer({"bootstrap.servers": bootstrap, "group.id": "nothing", "enable.auto.commit": False})
+    consumer.assign([TopicPartition(topic, p, 0) for p in range(partitions)])
+    read, began = 0, time.perf_counter()
+    while read < events:
+        read += len(consumer.consume(10_000, timeout=0.1))
+    spent = time.perf_counter() - began
+    consumer.close()
+    return read / spent
 
 
 def plain(bootstrap: str, port: int, topic: str, partitions: int, events: int) -> float:
@@ -171,14 +152,14 @@ def main() -> int:
     parser.add_argument("--partitions", default="2,20,100")
     parser.add_argument("--names", default="500,50000")
     options = parser.parse_args()
-    with servers() as (kafka, store, folder):
-        measure(options, kafka, store, folder)
+    with servers() as (kafka, store, _):
+        measure(options, kafka, store)
     return 0
 
 
-def measure(options: argparse.Namespace, kafka: EmbeddedKafka, store: EmbeddedValkey, folder: Path) -> None:
+def measure(options: argparse.Namespace, kafka: EmbeddedKafka, store: EmbeddedValkey) -> None:
     """Run every job over every topic and print the results."""
-    spark = Spark(kafka.address, store.url, folder / "checkpoints")
+    spark = Spark(kafka.address, store.url)
     servers = [pid for pid in (kafka.pid, store.pid) if pid]
     rows: list[dict[str, Any]] = []
     events = options.events
@@ -187,12 +168,10 @@ def measure(options: argparse.Namespace, kafka: EmbeddedKafka, store: EmbeddedVa
         for names in map(int, options.names.split(",")):
             topic = f"p{partitions}-n{names}"
             produce(kafka.address, topic, partitions, names, events)
-            through_spark = partial(spark.run, topic, partitions, events)
             jobs: dict[str, tuple[list[int], Callable[[], float]]] = {}
             if not bare:
-                jobs["nothing"] = (spark.pids(), partial(through_spark, "nothing"))
-                jobs["handed"] = (spark.pids(), partial(through_spark, "handed"))
-            jobs["days"] = (spark.pids(), partial(through_spark, "days"))
+                jobs["nothing"] = ([os.getpid()], partial(nothing, kafka.address, topic, partitions, events))
+            jobs["days"] = (spark.pids(), partial(spark.run, topic, partitions, events))
             jobs["plain"] = ([os.getpid()], partial(plain, kafka.address, store.port, topic, partitions, events))
             for kind, (pids, job) in jobs.items():
                 rates, costs = [], []

@@ -48,7 +48,7 @@ def host_of(url: str) -> Host:
     settings = load(flags={"valkey.url": url})
     shards = Shards(StoreOptions.of(settings.valkey)).open()
     prepare(shards)
-    return Host(make_plan(settings, shards, plans_of(settings, VIEWS), enlist(shards, VIEWS), {}))
+    return Host(make_plan(settings, shards, plans_of(settings, VIEWS), enlist(shards, VIEWS)))
 
 
 def batch(

@@ -163,7 +163,7 @@ class Bench(Spark):
         shards = Shards(StoreOptions.of(settings.valkey)).open()
         prepare(shards)
         views = ("intake", VIEW)
-        return make_plan(settings, shards, plans_of(settings, views), enlist(shards, views), {})
+        return make_plan(settings, shards, plans_of(settings, views), enlist(shards, views))
 
     def everything(self) -> list[int]:
         """Return the processes whose time counts."""

@@ -1,15 +1,15 @@
-"""The write path without Spark: the very host that runs in every task, fed with batches made by hand."""
+"""The write path without Spark: the very host that runs in every task, fed with slices made by hand."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import msgspec
-import pyarrow as pa
 
 from tailrace.driver.one_pass import Host, IntakePlan
-from tailrace.driver.slice import Plan, RecordLimits, ViewPlan
+from tailrace.driver.slice import Plan, RecordLimits, Slice, ViewPlan, make_slice
 from tailrace.log.event import Partition
 from tailrace.log.store import Logs
 from tailrace.valkey.shards import Nodes, Shards, StoreOptions, enlist, prepare
@@ -25,18 +25,7 @@ NOON = 1_789_200_000_000 - 1_789_200_000_000 % 86_400_000 + 43_200_000
 
 DAY = 86_400_000
 VIEWS = ("intake", "days")
-
-_SCHEMA = pa.schema(
-    [
-        ("topic", pa.string()),
-        ("partition", pa.int32()),
-        ("offset", pa.int64()),
-        ("time", pa.int64()),
-        ("key", pa.binary()),
-        ("value", pa.binary()),
-        ("headers", pa.string()),
-    ]
-)
+LIMITS = RecordLimits()
 
 
 class Record(NamedTuple):
@@ -55,26 +44,36 @@ class Record(NamedTuple):
         return f"{Partition(self.topic, self.partition)}:{self.offset}"
 
 
-def batch(records: Sequence[Record]) -> pa.RecordBatch:
-    """Return the records as Spark would hand them over."""
-    headers = [None if r.headers is None else _headers(r.headers) for r in records]
-    columns = [
-        [r.topic for r in records],
-        [r.partition for r in records],
-        [r.offset for r in records],
-        [r.time for r in records],
-        [r.key for r in records],
-        [r.value for r in records],
-        headers,
+class Message(NamedTuple):
+    """A record as the Kafka client hands it over."""
+
+    record: Record
+
+    def offset(self) -> int:
+        return self.record.offset
+
+    def timestamp(self) -> tuple[int, int]:
+        return 1, self.record.time
+
+    def key(self) -> bytes | None:
+        return self.record.key
+
+    def value(self) -> bytes | None:
+        return self.record.value
+
+    def headers(self) -> list[tuple[str, bytes | None]] | None:
+        return self.record.headers
+
+
+def batch(
+    records: Sequence[Record], limits: RecordLimits = LIMITS, generations: Mapping[str, int] | None = None
+) -> list[Slice]:
+    """Return the records as a task takes them: a slice wherever the partition changes."""
+    known = generations or {}
+    return [
+        make_slice(partition, [Message(record) for record in of_it], limits)
+        for partition, of_it in groupby(records, lambda r: Partition(r.topic, r.partition, known.get(r.topic, 0)))
     ]
-    return pa.RecordBatch.from_arrays(
-        [pa.array(c, f.type) for c, f in zip(columns, _SCHEMA, strict=True)], schema=_SCHEMA
-    )
-
-
-def _headers(headers: list[tuple[str, bytes | None]]) -> str:
-    """As Spark's to_json writes them: bytes in base64, nothing for nothing."""
-    return msgspec.json.encode([{"key": k} if v is None else {"key": k, "value": v} for k, v in headers]).decode()
 
 
 _PARTS = {"name_paths", "span_ms", "seal_when", "rules", "kept_bytes", "tags", "sessions"}
@@ -105,7 +104,15 @@ def _plan_of(
 class Writer:
     """A driver and its tasks: takes the views over, then applies batches."""
 
-    def __init__(self, options: StoreOptions, views: tuple[str, ...] = VIEWS, **changes: Any) -> None:
+    def __init__(
+        self,
+        options: StoreOptions,
+        views: tuple[str, ...] = VIEWS,
+        *,
+        generations: Mapping[str, int] | None = None,
+        **changes: Any,
+    ) -> None:
+        self.generations = generations
         self.shards = Shards(options).open()
         self.epochs = prepare(self.shards)
         self.epoch = enlist(self.shards, views)
@@ -115,8 +122,7 @@ class Writer:
             run_ids=dict(self.shards.run_ids),
             epoch=self.epoch,
             views=tuple(_plan_of(view, **parts) for view in views),
-            generations={},
-            limits=RecordLimits(),
+            limits=LIMITS,
             dead_letters="tailrace.dead-letters",
             window_bytes=256 << 10,
             window_runs=500,
@@ -126,12 +132,13 @@ class Writer:
         self.host = Host(self.plan)
 
     def write(self, records: Iterable[Record]) -> None:
-        self.host.take(batch(list(records)))
+        self.host.take(batch(list(records), self.plan.limits, self.generations))
 
     def another_task(self) -> Writer:
         """The same driver's work in another process: same epoch, nothing remembered."""
         other = object.__new__(Writer)
         other.shards, other.epochs, other.epoch, other.plan = self.shards, self.epochs, self.epoch, self.plan
+        other.generations = self.generations
         other.host = Host(self.plan)
         return other
 

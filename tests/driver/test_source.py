@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 
 import pytest
@@ -10,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.config.settings import Settings, load
-from tailrace.driver.source import LostRange, reader_options, starting_offsets
+from tailrace.driver.source import LostRange, starting_offsets
 from tailrace.errors import ConfigError
-from tailrace.kafka.broker import Topic, TopicPattern, client_properties, topic_expressions, topic_pattern
+from tailrace.kafka.broker import Topic, TopicPattern, topic_pattern
 from tailrace.log.event import Partition
 
 
@@ -56,25 +55,6 @@ def test_a_pattern_that_is_none_is_an_error_of_the_configuration() -> None:
         TopicPattern("(", "")
 
 
-def test_spark_is_given_the_same_choice_in_its_own_dialect(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = _settings(monkeypatch, kafka__topics="jobs|audit")
-    wanted, excluded = topic_expressions(settings)
-    options = reader_options(settings, {"jobs": {"0": 7}})
-    assert options["subscribePattern"] == f"^(?!(?:{excluded})$){wanted}$"
-    assert json.loads(options["startingOffsets"]) == {"jobs": {"0": 7}}
-    assert options["kafka.isolation.level"] == "read_committed"
-    assert options["failOnDataLoss"] == "false"
-    assert reader_options(settings, {})["startingOffsets"] == "earliest"
-
-
-def test_a_property_that_only_java_knows_reaches_spark_and_not_our_own_clients(monkeypatch: pytest.MonkeyPatch) -> None:
-    properties = {"security.protocol": "SASL_SSL", "sasl.jaas.config": "secret"}
-    settings = _settings(monkeypatch, kafka__properties=properties)
-    assert reader_options(settings, {})["kafka.sasl.jaas.config"] == "secret"
-    assert "sasl.jaas.config" not in client_properties(settings)
-    assert client_properties(settings)["security.protocol"] == "SASL_SSL"
-
-
 # From where.
 
 JOBS = Topic("jobs", "id", (0, 1))
@@ -87,7 +67,7 @@ def _start(
     generation: int = 0,
 ) -> tuple[dict[str, int], list[LostRange]]:
     starts, lost = starting_offsets([topic], {topic.name: generation}, bounds, marks)
-    return starts.get(topic.name, {}), lost
+    return {str(partition.partition): offset for partition, offset in starts.items()}, lost
 
 
 def test_a_start_is_after_the_lowest_mark_of_all_views() -> None:

@@ -168,7 +168,7 @@ def test_what_expired_is_counted_in_the_report_of_the_driver(
         assert keeper.expire("a", DAY).events == 7
     timing = Timing(Broker(service.service.settings), {}, {}, {})
     start = Start(service.service.settings, writer.shards, writer.epoch)
-    Report(start, [ViewDriver(plan) for plan in writer.plan.views], [], 0, {}, timing)
+    Report(start, [ViewDriver(plan) for plan in writer.plan.views], [], 0, timing)
     assert metrics_of(client)['tailrace_expired_events_total{view="days"}'] == 7.0
     view = client.get("/v1/status").json()["views"]["days"]
     assert (view["expired"], view["stored"], view["unaccounted"]) == (7, 7, 0)

@@ -1,8 +1,8 @@
 """The hooks of a view in the driver, in the order in which the driver calls them.
 
-The driver makes one ``ViewDriver`` per view for each start of the query: ``prepare``, ``begin``, ``marks``, ``plan``,
-then the query starts, then ``loops``. While the query runs it calls ``tick``, ``status`` and ``restart_reason`` once a
-second. A view overrides what it needs.
+The driver makes one ``ViewDriver`` per view for each start: ``prepare``, ``begin``, ``marks``, ``plan``, then the hands
+begin, then ``loops``. While they work it calls ``tick``, ``status`` and ``restart_reason`` once a second. A view
+overrides what it needs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Times(Enum):
 
 
 class Loop(Protocol):
-    """A thread beside the query. The driver starts the query again when it has failed."""
+    """A thread beside the hands. The driver starts again when it has failed."""
 
     @property
     def failure(self) -> BaseException | None:
@@ -47,7 +47,7 @@ class Loop(Protocol):
 
 
 class Start(NamedTuple):
-    """One start of the query, before it runs."""
+    """One start, before the hands begin."""
 
     settings: Settings
     shards: Shards
@@ -56,11 +56,12 @@ class Start(NamedTuple):
 
 
 class DriverRun(NamedTuple):
-    """One run of the query."""
+    """One start, with its hands at work."""
 
     start: Start
     spark: Any
-    query: Any
+    rota: str
+    """Name of the hands' rota."""
     plan: Plan
     timing: Timing
     generations: dict[str, int]
@@ -73,7 +74,7 @@ class DriverRun(NamedTuple):
 
 
 class ViewDriver:
-    """The hooks of one view during one start of the query. The defaults do nothing."""
+    """The hooks of one view during one start. The defaults do nothing."""
 
     times: ClassVar[Times] = Times.RECORDS
 
@@ -103,14 +104,14 @@ class ViewDriver:
         return ()
 
     def tick(self, start: Start, timing: Timing) -> None:
-        """Do what is due once a second, after the marks were advanced."""
+        """Do what is due once a second."""
 
     def status(self, start: Start, counts: Mapping[str, int]) -> dict[str, Any]:
         """Return what the view adds to its status."""
         return {}
 
     def restart_reason(self, start: Start) -> str:
-        """Return why the query has to start again, if it has to."""
+        """Return why the driver has to start again, if it has to."""
         return ""
 
 

@@ -1,43 +1,32 @@
-"""The driver: starts the one query from the marks, watches over it, and starts it again from the marks when it ends.
+"""The driver: begins at the marks, keeps the hands at work, and begins again at the marks when something went wrong.
 
-The checkpoint is disposable: every start has a new one and begins where the views say. Invariant: between reading the
-marks and ending the query, every write goes to the server processes that the marks were read from, under a driver epoch
+Topics and partitions that come, go or change are put on the hands' rota and taken off it while everything runs; so are
+partitions that a hand gave up, when it is clear what has become of their records. Invariant: between reading the marks
+and the end of a start, every write goes to the server processes that the marks were read from, under a driver epoch
 that nobody else has. A driver that was overtaken by another one ends, and never takes the views back.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import re
-import shutil
 import signal
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from tailrace.config.settings import Settings
-from tailrace.driver.hooks import DriverRun, Loop, Start, ViewDriver
-from tailrace.driver.one_pass import COUNTED, INTAKE, IntakePlan, one_pass
+from tailrace.driver.crew import Crew
+from tailrace.driver.hooks import Bounds, DriverRun, Loop, Start, Times, ViewDriver
+from tailrace.driver.one_pass import INTAKE, IntakePlan
 from tailrace.driver.publisher import Publisher
 from tailrace.driver.report import Report
-from tailrace.driver.slice import COLUMNS, Plan, make_plan
-from tailrace.driver.source import LIVE, reader_options, session, starting_offsets, tasks, warm
+from tailrace.driver.shift import Shift
+from tailrace.driver.slice import Plan, make_plan
+from tailrace.driver.source import LostRange, hand_count, session, starting_offsets
 from tailrace.driver.watermark import Timing
-from tailrace.embedded.jars import cache_folder, fetch
-from tailrace.errors import (
-    BrokerUnavailable,
-    ConfigError,
-    PipelineError,
-    StaleDriver,
-    StoreChanged,
-    StoreMismatch,
-    TailraceError,
-)
+from tailrace.errors import BrokerUnavailable, ConfigError, StaleDriver, StoreMismatch, TailraceError
 from tailrace.kafka.broker import Broker, Topic, client_properties
 from tailrace.log.event import Partition
 from tailrace.valkey.marks import advance, lowest, read_marks
@@ -48,13 +37,8 @@ logger = logging.getLogger(__name__)
 
 BACKOFF_S = (0.5, 5.0)
 HEALTHY_S = 30.0
-"""A query that ran this long was well: the next restart does not wait."""
-
-UNNAMED = "you must specify all TopicPartitions"
-"""Spark's message for a partition that came after its offsets were listed and before it looked."""
-
-GONE = -1
-"""The generation of a topic that is not there: if it comes back, it gets the next one before it is read."""
+"""A start that lasted this long was well: the next one does not wait."""
+STEP_S = 0.2
 
 
 def main(settings: Settings, views: Sequence[View], chosen: Collection[str] | None = None) -> int:
@@ -68,7 +52,7 @@ def main(settings: Settings, views: Sequence[View], chosen: Collection[str] | No
     logging.getLogger("py4j").setLevel(logging.WARNING)
     stopping = threading.Event()
     _stop_on_signals(stopping)
-    spark = session(settings, fetch("spark", cache_folder(settings.spark.jars)))
+    spark = session(settings, hands=True)
     # Spark took Ctrl-C for itself meanwhile.
     _stop_on_signals(stopping)
     try:
@@ -89,7 +73,7 @@ def _stop_on_signals(stopping: threading.Event) -> None:
 
 
 class Driver:
-    """One pipeline: its query, its publisher and its restarts."""
+    """One pipeline: its hands, its publisher and its starts."""
 
     def __init__(
         self, settings: Settings, spark: Any, views: Sequence[View], chosen: Collection[str] | None = None
@@ -112,7 +96,7 @@ class Driver:
         self._broker = Broker(settings)
 
     def run(self, stopping: threading.Event) -> None:
-        """Run until told to stop. Whatever ends the query, it is started again from the marks.
+        """Run until told to stop. Whatever goes wrong, it begins again at the marks.
 
         Raises:
             StaleDriver: Another driver has taken the views over.
@@ -137,12 +121,11 @@ class Driver:
                 pause = BACKOFF_S[0]
 
     def _run_once(self, stopping: threading.Event) -> None:
-        """Start the query from the marks and watch it until it must be started again."""
+        """Begin at the marks and keep the hands at work until there must be another start."""
         settings = self._settings
         shards = Shards(StoreOptions.of(settings.valkey)).open()
         loops: list[Loop] = []
-        query: Any = None
-        checkpoint = _new_checkpoint(settings.spark.checkpoint)
+        crew: Crew | None = None
         try:
             prepare(shards)
             if self._epoch:
@@ -161,123 +144,71 @@ class Driver:
             bounds = self._broker.bounds(topics.values())
             for view in views:
                 view.begin(start, generations, bounds)
-            marks = [view.marks(start, lowest(read_marks(shards, view.name))) for view in views]
-            starts, lost = starting_offsets(topics.values(), generations, bounds, marks)
-            begun = {
-                Partition(topic, int(partition), generations[topic]): offset
-                for topic, partitions in starts.items()
-                for partition, offset in partitions.items()
-            }
-            timing = Timing(self._broker, topics, generations, begun)
-            report = Report(start, views, lost, self._restarts, generations, timing, self._failure)
-            for view in views:
-                advance(shards, view.name, self._epoch, {each: offset - 1 for each, offset in begun.items()})
-            plans = [view.plan() for view in views]
-            plan = make_plan(settings, shards, plans, self._epoch, _with_gone(shards, generations))
-            query = self._start(plan, starts, checkpoint)
+            rota = Rota(start, views, self._broker, topics, generations)
+            starts, lost = rota.starts(topics, bounds)
+            rota.timing = timing = Timing(self._broker, topics, generations, starts)
+            report = Report(start, views, lost, self._restarts, timing, self._failure)
+            plan = make_plan(settings, shards, [view.plan() for view in views], self._epoch)
+            crew = rota.crew = Crew(self._spark, shards, self._shift(plan, views), hand_count(settings, self._spark))
+            crew.assign(starts)
+            crew.tick()
             logger.info("driver epoch %d reads %d topic(s) for %s", self._epoch, len(topics), ", ".join(self.views))
             wake: Callable[[], None] = _nothing
             if self._owner:
                 publisher = self._publisher(shards)
                 wake = publisher.wake
                 loops.append(publisher)
-            run = DriverRun(start, self._spark, query, plan, timing, generations, wake)
+            run = DriverRun(start, self._spark, self.views[0], plan, timing, generations, wake)
             for view in views:
                 loops += view.loops(run)
             for loop in loops:
                 loop.start()
-            if not topics and not self._restarts:
-                warm(self._spark)
-            self._watch(stopping, run, views, loops, report, topics)
+            self._watch(stopping, rota, loops, report)
         finally:
-            if query is not None:
-                with suppress(Exception):  # it did not stop in time, or its process is gone; its epoch ends with us
-                    query.stop()
+            if crew is not None:
+                crew.stop()
             for loop in reversed(loops):
                 loop.stop()
             shards.close()
-            shutil.rmtree(checkpoint, ignore_errors=True)
 
-    def _watch(
-        self,
-        stopping: threading.Event,
-        run: DriverRun,
-        views: Sequence[ViewDriver],
-        loops: Sequence[Loop],
-        report: Report,
-        topics: dict[str, Topic],
-    ) -> None:
-        polled = time.monotonic()
-        planned = sum(len(topic.partitions) for topic in topics.values())
-        while not stopping.wait(self._settings.pipeline.advance.total_seconds()):
-            if not run.query.isActive:
-                if UNNAMED in str(run.query.exception()):
-                    logger.info("topics were created while the query began: starting it again with them")
-                    return
-                raise failure_of(run.query)
+    def _shift(self, plan: Plan, views: Sequence[ViewDriver]) -> Shift:
+        return Shift(
+            plan=plan,
+            rota=self.views[0],
+            hand=0,
+            number=0,
+            kafka=client_properties(self._settings),
+            timed=frozenset(view.name for view in views if view.times is Times.MARKS),
+            advance_s=self._settings.pipeline.advance.total_seconds(),
+        )
+
+    def _watch(self, stopping: threading.Event, rota: Rota, loops: Sequence[Loop], report: Report) -> None:
+        settings = self._settings
+        polled = reported = 0.0
+        while not stopping.wait(STEP_S):
+            rota.crew.tick()
             for loop in loops:
                 if loop.failure is not None:
                     raise loop.failure
-            report.make(run.query.lastProgress)
-            if reason := next((why for view in views if (why := view.restart_reason(run.start))), ""):
-                logger.info("%s: starting the query again with them", reason)
-                return
-            if time.monotonic() - polled >= self._settings.kafka.poll.total_seconds():
+            now = time.monotonic()
+            if now - reported >= settings.pipeline.advance.total_seconds():
+                reported = now
+                rota.given_up(report.make(rota.crew).errors)
+                if reason := next((why for view in rota.views if (why := view.restart_reason(rota.start))), ""):
+                    logger.info("%s: starting again with them", reason)
+                    return
+            if now - polled >= settings.kafka.poll.total_seconds():
+                polled = now
                 try:
                     current = self._broker.topics()
+                    report.record(rota.renew(current, self._adopt(rota.start.shards, current)))
                 except BrokerUnavailable as error:
-                    # The query knows best whether it can go on without it.
-                    logger.warning("%s", error)
-                    continue
-                polled = time.monotonic()
-                if gone := topics.keys() - current.keys():
-                    logger.warning("topic(s) deleted: %s; going on without", ", ".join(sorted(gone)))
-                    return
-                new = {name: topic for name, topic in current.items() if topics.get(name) != topic}
-                adopted = self._adopt(run.start.shards, new)
-                topics = current
-                run.timing.watch(topics)
-                if recreated := [name for name, g in adopted.items() if run.generations.get(name, 0) != g]:
-                    logger.warning("topic(s) created again: %s; starting a new generation", ", ".join(recreated))
-                    return
-                run.generations.update(adopted)
-                partitions = sum(len(topic.partitions) for topic in current.values())
-                if partitions > max(16, 4 * planned):
-                    logger.info(
-                        "%d partitions, %d when the query began: starting it again to share memory", partitions, planned
-                    )
-                    return
+                    logger.warning("%s", error)  # the hands go on when it is back
 
     def _adopt(self, shards: Shards, topics: dict[str, Topic]) -> dict[str, int]:
         """Return each topic's generation; a topic whose id is not the stored one gets the next."""
         answers = shards.call_all([(0, "adopt", (topic.name, topic.id)) for topic in topics.values()])
         return {name: int(answer) for name, answer in zip(topics, answers, strict=True)}
-
-    def _start(self, plan: Plan, starts: dict[str, dict[str, int]], checkpoint: Path) -> Any:
-        from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
-        from pyspark.errors import PySparkException
-
-        settings = self._settings
-        self._spark.sparkContext.setLocalProperty("spark.scheduler.pool", LIVE)
-        try:
-            rows = (
-                self._spark.readStream.format("kafka")
-                .options(**reader_options(settings, starts))
-                .load()
-                .selectExpr(*COLUMNS)
-            )
-            counted = rows.coalesce(tasks(settings, self._spark)).mapInArrow(one_pass(plan), COUNTED)
-            return (
-                counted.writeStream.format("noop")
-                .queryName("tailrace-" + "-".join(self.views))
-                .option("checkpointLocation", checkpoint.absolute().as_uri())
-                .option("asyncProgressTrackingEnabled", "true")
-                .option("asyncProgressTrackingCheckpointIntervalMs", "1000")
-                .trigger(processingTime=f"{round(settings.spark.trigger.total_seconds() * 1000)} milliseconds")
-                .start()
-            )
-        except (PySparkException, Py4JJavaError) as error:
-            raise PipelineError(f"the query did not start: {str(error).strip().splitlines()[0]}") from error
 
     def _publisher(self, shards: Shards) -> Publisher:
         kafka = self._settings.kafka
@@ -304,34 +235,58 @@ def _nothing() -> None:
     """Wake nobody: the outbox belongs to another driver."""
 
 
-def failure_of(query: Any) -> TailraceError:
-    """Return why a query ended, as an error of ours; tasks' errors arrive as text."""
-    text = str(query.exception() or "the query ended without an error")
-    if stale := re.search(
-        r"tailrace\.errors\.StaleDriver: view '(\w+)' belongs to driver epoch (\d+), not (\d+)", text
-    ):
-        return StaleDriver(stale[1], int(stale[3]), int(stale[2]))
-    if changed := re.search(r"tailrace\.errors\.StoreChanged: valkey at (\S+) .*run_id (\w+), was (.+?)\)", text):
-        return StoreChanged(changed[1], changed[3], changed[2])
-    ours = re.findall(r"tailrace\.errors\.\w+: (.+)", text)
-    lines = ours or [line.strip() for line in text.splitlines() if "Error" in line or "Exception" in line]
-    return PipelineError(f"the query ended: {lines[-1] if lines else text[:300]}")
+class Rota:
+    """The partitions that the hands of one start are to read, as the broker lists them now."""
 
+    crew: Crew
+    timing: Timing
 
-def _with_gone(shards: Shards, generations: dict[str, int]) -> dict[str, int]:
-    """Return the generations of all topics that ever were, so that a task knows one that must not be read yet."""
-    known = shards.run_all([(0, ("HKEYS", shards.keys.topics()))])[0]
-    return {name.decode(): GONE for name in known} | generations
+    def __init__(
+        self,
+        start: Start,
+        views: Sequence[ViewDriver],
+        broker: Broker,
+        topics: Mapping[str, Topic],
+        generations: dict[str, int],
+    ) -> None:
+        self.start, self.views = start, views
+        self._broker, self._topics, self._generations = broker, topics, generations
+        self._off: set[Partition] = set()
+        """Partitions that hands gave up, until these have seen that they are off the rota."""
 
+    def starts(self, topics: Mapping[str, Topic], bounds: Bounds) -> tuple[dict[Partition, int], list[LostRange]]:
+        """Return where partitions are read from, and what Kafka has lost of them; marks are raised to there."""
+        start = self.start
+        marks = [view.marks(start, lowest(read_marks(start.shards, view.name))) for view in self.views]
+        starts, lost = starting_offsets(topics.values(), self._generations, bounds, marks)
+        for view in self.views:
+            advance(start.shards, view.name, start.epoch, {each: offset - 1 for each, offset in starts.items()})
+        return starts, lost
 
-def _new_checkpoint(parent: str) -> Path:
-    """Make a folder for one start, and remove those that killed drivers left beside it."""
-    prefix = "tailrace-"
-    if not parent:
-        return Path(tempfile.mkdtemp(prefix=prefix))
-    Path(parent).mkdir(parents=True, exist_ok=True)
-    for left in Path(parent).glob(f"{prefix}*-*"):
-        owner = left.name.removeprefix(prefix).partition("-")[0]
-        if owner.isdecimal() and not Path("/proc", owner).exists():
-            shutil.rmtree(left, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=parent))
+    def renew(self, topics: dict[str, Topic], generations: Mapping[str, int]) -> list[LostRange]:
+        """Take topics as they are now: new partitions are read, those that are gone no longer; return what was lost."""
+        for name in self._topics.keys() - topics.keys():
+            logger.warning("topic(s) deleted: %s; going on without", name)
+        for name, generation in generations.items():
+            if self._generations.get(name, generation) != generation:
+                logger.warning("topic(s) created again: %s; starting a new generation", name)
+        self._topics = topics
+        self._generations.update(generations)
+        self.timing.watch(topics)
+        listed = {Partition(t.name, number, generations[t.name]) for t in topics.values() for number in t.partitions}
+        on = set(self.crew.partitions)
+        new, gone = listed - on - self._off, on - listed
+        if not new and not gone:
+            return []
+        wanted = {each.topic: topics[each.topic] for each in new}
+        starts, lost = self.starts(wanted, self._broker.bounds(wanted.values()))
+        self.crew.assign({each: offset for each, offset in starts.items() if each in new}, list(gone))
+        return [each for each in lost if Partition.parse(each.source) in new]
+
+    def given_up(self, errors: Mapping[Partition, str]) -> None:
+        """Take partitions that hands gave up off the rota; a later look at the topics puts them on again."""
+        self._off = set(errors)
+        if gone := [partition for partition in errors if partition in self.crew.partitions]:
+            for partition in gone:
+                logger.warning("%s was given up by its hand: %s", partition, errors[partition])
+            self.crew.assign({}, gone)

@@ -1,6 +1,6 @@
-"""The one pass: what a Spark task does with the records it gets.
+"""The one pass: what a Spark task does with the records it reads.
 
-For every partition in its input the task asks each view's writer what to write, and sends each shard its windows
+For every slice the task asks each view's writer what to write, and sends each shard its windows
 together with the mark that it believes the shard to have. Invariant: a window is applied exactly once, whatever is
 replayed, split otherwise or run twice, since a shard refuses every mark but its own; a refused task cuts again after
 the stored mark. Nothing that a task knows outlives it except guesses: the shard checks remembered marks, and a wrong
@@ -11,20 +11,19 @@ The intake is the writer that belongs to no view: it counts every record and sen
 
 from __future__ import annotations
 
-import gc
 import random
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
+from operator import itemgetter
 
 import msgspec
-import pyarrow as pa
 
-from tailrace.driver.slice import AppliedMarks, Plan, Slice, Window, Writer, dead_letter, slices
-from tailrace.errors import PipelineError, StaleDriver, StoreError
-from tailrace.log.event import home_of
+from tailrace.driver.slice import AppliedMarks, Plan, Slice, Window, Writer, dead_letter
+from tailrace.errors import StaleDriver, StoreError
+from tailrace.log.event import Partition, home_of
 from tailrace.log.segment import DAY_MS
-from tailrace.valkey.marks import LONG_AGO, NOTHING, parse_mark_time
+from tailrace.valkey.marks import LONG_AGO, NOTHING, advance, parse_mark_time
 from tailrace.valkey.shards import Arg, Call, Command, Shards
 
 INTAKE = "intake"
@@ -73,12 +72,6 @@ class IntakePlan(msgspec.Struct, frozen=True):
 MAX_REFUSALS = 100
 """Refusals of one slice before the task gives up: two tasks that apply the same range converge in a few."""
 
-LARGE = 32 << 20
-"""Bytes of records that are worked on at once, at most: what views make of them is as large again."""
-
-COUNTED = "records long"
-"""The only thing that leaves a task."""
-
 
 class Host:
     """The views of one plan in one process, with their connections and their guesses about marks."""
@@ -92,41 +85,60 @@ class Host:
     def close(self) -> None:
         self._shards.close()
 
-    def take(self, batch: pa.RecordBatch) -> int:
-        """Apply one batch of records to all views; return how many records it had."""
-        if batch.nbytes > LARGE and batch.num_rows > 1:
-            half = batch.num_rows // 2
-            return self.take(batch.slice(0, half)) + self.take(batch.slice(half))
-        pending: list[_Pending] = []
-        for records in slices(batch, self._plan.generations, self._plan.limits):
-            if records.partition.generation < 0:
-                raise PipelineError(
-                    f"topic {records.partition.topic!r} came back: the driver gives it a new generation first"
-                )
-            pending += [_Pending(view, records) for view in self._views]
+    def take(self, taken: Sequence[Slice]) -> None:
+        """Apply slices to all views; return when every shard that they concern has written its part."""
+        pending = [_Pending(view, records) for records in taken for view in self._views]
         for waiting in pending:
             if waiting.view.keeps_times:
                 # Another process may have gone on since: a mark that did not move has the time of long ago.
                 self._places.pop((waiting.view.name, str(waiting.records.partition)), None)
-        self._remember(pending)
+        self._remember({(p.view.name, str(p.records.partition)) for p in pending})
         for attempt in range(MAX_REFUSALS):
             for view in self._views:
                 if work := [(p.records, self._place(p)) for p in pending if p.view is view]:
                     view.load(self._shards, work)
             pending = self._apply(pending)
             if not pending:
-                return int(batch.num_rows)
+                return
             # Tasks that touch the same groups get out of each other's way.
             time.sleep(random.uniform(0, 0.002) * attempt)
         raise StoreError("marks keep moving under this task: is another driver of the same epoch at work?")
+
+    def advance(self, ends: Mapping[Partition, int], timed: Collection[str]) -> None:
+        """Raise the marks of all shards to offsets up to which everything is applied.
+
+        A shard that had no record in the range gets its mark from here; in ``timed`` views with the time of the shard
+        that is furthest.
+        """
+        self._remember({(view.name, str(partition)) for view in self._views for partition in ends})
+        for view in self._views:
+            known = {partition: self._places[view.name, str(partition)] for partition in ends}
+            times: dict[Partition, int] = {}
+            if view.name in timed:
+                latest = {partition: max(each.times, key=itemgetter(1)) for partition, each in known.items()}
+                times = {partition: time_ms for partition, (time_ms, mark) in latest.items() if mark != NOTHING}
+            moved = ends if view.name not in timed else {p: end for p, end in ends.items() if p in times}
+            advance(self._shards, view.name, self._plan.epoch, moved, times)
+            for partition, end in moved.items():
+                place = known[partition]
+                for shard, mark in enumerate(place.marks):
+                    if mark < end:
+                        place.marks[shard] = end
+                        if partition in times:
+                            place.times[shard] = times[partition], end
+
+    def forget(self, partition: Partition) -> None:
+        """Forget the marks of a partition that another task may read from now on."""
+        for view in self._views:
+            self._places.pop((view.name, str(partition)), None)
 
     def _place(self, waiting: _Pending) -> AppliedMarks:
         known = self._places[waiting.view.name, str(waiting.records.partition)]
         return AppliedMarks(known.marks, known.times)
 
-    def _remember(self, pending: Sequence[_Pending]) -> None:
-        """Read the marks, and the times kept with them, of partitions that this process has not seen yet."""
-        wanted = {(p.view.name, str(p.records.partition)) for p in pending} - self._places.keys()
+    def _remember(self, places: Set[tuple[str, str]]) -> None:
+        """Read the marks, and the times kept with them, of views and partitions that this process has not seen yet."""
+        wanted = places - self._places.keys()
         keys, count = self._shards.keys, self._plan.store.shards
         by_view: dict[str, list[str]] = {}
         for view, partition in wanted:
@@ -175,7 +187,7 @@ class Host:
                 raise StoreError(f"shard {window.shard} was never begun: the store was emptied under the pipeline")
         for place in moved:
             del self._places[place]
-        self._remember(list(refused.values()))
+        self._remember({(p.view.name, str(p.records.partition)) for p in refused.values()})
         return list(refused.values())
 
     def _store(self, sent: Sequence[tuple[_Pending, Window, int]]) -> dict[int, _Pending]:
@@ -202,39 +214,3 @@ class _Known(msgspec.Struct):
 class _Pending(msgspec.Struct, frozen=True):
     view: Writer
     records: Slice
-
-
-_hosts: dict[tuple[int, str], Host] = {}
-"""The host of the newest plan in this process. Workers are reused, so connections and guesses are too."""
-
-
-def host_of(plan: Plan) -> Host:
-    """Return this process's host for a plan; one of an older plan is closed."""
-    key = plan.epoch, plan.store.url
-    host = _hosts.get(key)
-    if host is None:
-        while _hosts:
-            _hosts.popitem()[1].close()
-        host = _hosts[key] = Host(plan)
-    return host
-
-
-def one_pass(plan: Plan) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    """Return the function that Spark runs in every task."""
-
-    def run(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        host = host_of(plan)
-        # A task makes no cycles, and Spark collects after each: looking for them meanwhile takes a third of the time.
-        gc.disable()
-        try:
-            total = sum(host.take(batch) for batch in batches)
-        except BaseException:
-            # What was guessed or half sent is not to be trusted: the next attempt begins with the stored marks.
-            _hosts.clear()
-            host.close()
-            raise
-        finally:
-            gc.enable()
-        yield pa.RecordBatch.from_arrays([pa.array([total], pa.int64())], names=["records"])
-
-    return run

@@ -1,6 +1,6 @@
-"""The driver's report: moves the marks of shards that had nothing, keeps the books, and says how far the pipeline is.
+"""The driver's report: keeps the books, and says how far the pipeline is.
 
-Once a second, after completed batches. What it finds is stored for the service to show; the books are checked whenever
+Once a second. What it finds is stored for the service to show; the books are checked whenever
 nothing is under way: in = stored + skipped + dead letters, per view.
 """
 
@@ -13,11 +13,13 @@ from typing import Any
 
 import msgspec
 
-from tailrace.driver.hooks import Start, Times, ViewDriver
+from tailrace.driver.crew import Crew, CrewReport
+from tailrace.driver.hooks import Start, ViewDriver
 from tailrace.driver.source import LostRange
-from tailrace.driver.watermark import CompletedBatch, Timing
+from tailrace.driver.watermark import Timing
+from tailrace.errors import BrokerUnavailable
 from tailrace.log.event import Partition
-from tailrace.valkey.marks import advance, conserved, read_counts, read_times
+from tailrace.valkey.marks import conserved, read_counts, read_times
 from tailrace.valkey.shards import mapping
 
 logger = logging.getLogger(__name__)
@@ -28,7 +30,7 @@ SHOWN_GAPS = 20
 
 
 class Report:
-    """The report of one run of the query, stored once a second."""
+    """The report of one start, stored once a second."""
 
     def __init__(
         self,
@@ -36,75 +38,68 @@ class Report:
         views: Sequence[ViewDriver],
         lost: Sequence[LostRange],
         restarts: int,
-        generations: Mapping[str, int],
         timing: Timing,
         failure: str = "",
     ) -> None:
         self._start, self._shards, self._views = start, start.shards, views
-        self._restarts, self._generations, self._timing = restarts, generations, timing
+        self._restarts, self._timing = restarts, timing
         self._failure = failure
-        """Why the query was started again, if it was."""
+        """Why there was another start, if there was."""
         # The view that knows best how far time has come; of those that know as much, the last.
         self._timed = max(reversed(views), key=lambda view: view.times.value).name
         self._doubted: dict[str, tuple[int, int]] = {}
         self._ends: dict[Partition, int] = {}
-        self._told: dict[Partition, int] = {}
-        self._record(lost)
-        self._gaps = self._recorded()
-        self.make(None)
+        self._made, self._counted = time.monotonic(), CrewReport({})
+        self._gaps: list[LostRange] = []
+        self.record(lost)
+        self._publish(CrewReport({}), 0, "starting")
 
-    def make(self, progress: Any) -> None:
-        """Take a progress report of Spark's and store ours."""
-        batch = CompletedBatch.read(progress, self._generations)
+    def make(self, hands: Crew) -> CrewReport:
+        """Store what the hands say, and the books, for the service to show; return what the hands say."""
         # The times first: what they hold up to may be completed by what comes next, and not the other way round.
         self._timing.passed(read_times(self._shards, self._timed))
-        self._timing.completed(batch)
-        self._advance(batch.ends)
+        crew, partitions = hands.report(), len(hands.partitions)
+        self._timing.completed(crew.done)
+        try:
+            self._ends = self._timing.ask()
+        except BrokerUnavailable as error:
+            logger.warning("%s", error)  # the hands go on when it is back; time waits for it
         for view in self._views:
             view.tick(self._start, self._timing)
-        self._ends.update(batch.ends)
+        self._publish(crew, partitions, "running" if crew.held >= partitions else "starting")
+        return crew
+
+    def _publish(self, crew: CrewReport, partitions: int, state: str) -> None:
+        now, before = time.monotonic(), self._counted
+        seconds = max(now - self._made, 1e-3)
+        self._made, self._counted = now, crew
+        figures = {
+            "state": state,
+            "rate": round((crew.records - before.records) / seconds, 1),
+            "busy": round((crew.busy_s - before.busy_s) / seconds, 3),
+            "take_ms": round(crew.take_ms, 1),
+            "lag": sum(max(0, end - crew.done.get(partition, 0)) for partition, end in self._ends.items()),
+            "sources": partitions,
+        }
         keys, count = self._shards.keys, self._shards.options.shards
-        self._waiting = sum(self._shards.run_all([(s, ("XLEN", keys.outbox(s))) for s in range(count)]))
-        lag = sum(max(0, end - batch.ends.get(partition, 0)) for partition, end in batch.latest.items())
+        figures["outbox"] = sum(self._shards.run_all([(s, ("XLEN", keys.outbox(s))) for s in range(count)]))
         for view in self._views:
-            self._store(view, batch.facts, len(batch.latest), lag)
+            self._store(view, figures)
 
-    def _advance(self, ends: Mapping[Partition, int]) -> None:
-        """Move the marks of shards that had nothing.
-
-        They go to the end of what is completed, or, where a view keeps times with its marks, to the last offset whose
-        time is known.
-        """
-        moved = {partition: end - 1 for partition, end in ends.items() if self._ends.get(partition) != end and end > 0}
-        reached = {s: (t, o) for s, (t, o) in self._timing.reached().items() if self._told.get(s) != o}
-        offsets = {partition: offset for partition, (_, offset) in reached.items()}
-        times = {partition: time_ms for partition, (time_ms, _) in reached.items()}
-        for view in self._views:
-            if view.times is Times.MARKS:
-                advance(self._shards, view.name, self._start.epoch, offsets, times)
-                self._told |= offsets
-            else:
-                advance(self._shards, view.name, self._start.epoch, moved)
-
-    def _store(self, driver: ViewDriver, facts: Mapping[str, Any], partitions: int, lag: int) -> None:
+    def _store(self, driver: ViewDriver, figures: Mapping[str, Any]) -> None:
         view = driver.name
         counts = read_counts(self._shards, view)
         unaccounted = conserved(counts)
         doubt = unaccounted, counts.get("in", 0)
-        if unaccounted and not lag and self._doubted.get(view) == doubt:
-            # Twice the same with nothing coming in: no batch was at work between the reads of the shards.
+        if unaccounted and not figures["lag"] and self._doubted.get(view) == doubt:
+            # Twice the same with nothing coming in: no hand was at work between the reads of the shards.
             logger.error("view %s: %d record(s) came in and are neither stored, skipped nor dead", view, unaccounted)
         self._doubted[view] = doubt
         reached = self._timing.everywhere()
         status = {
             "view": view,
             "epoch": self._start.epoch,
-            "state": "running" if facts else "starting",
-            "batch_id": facts.get("batchId", -1),
-            "batch_ms": (facts.get("durationMs") or {}).get("triggerExecution", 0),
-            "rate": facts.get("processedRowsPerSecond") or 0.0,
-            "lag": lag,
-            "sources": partitions,
+            **figures,
             "in": counts.get("in", 0),
             "stored": counts.get("stored", 0),
             "dead": counts.get("dead", 0),
@@ -115,7 +110,6 @@ class Report:
             "updated_ms": round(time.time() * 1000),
             "restarts": self._restarts,
             "failure": self._failure,
-            "outbox": self._waiting,
             "gaps": self._gaps,
         }
         status |= driver.status(self._start, counts)
@@ -123,7 +117,8 @@ class Report:
             [(0, ("SET", self._shards.keys.status(view), msgspec.json.encode(status), "EX", EXPIRES_S))]
         )
 
-    def _record(self, lost: Sequence[LostRange]) -> None:
+    def record(self, lost: Sequence[LostRange]) -> None:
+        """Keep ranges that Kafka dropped before they were applied."""
         key = self._shards.keys.gaps()
         for gap in lost:
             logger.error(
@@ -131,6 +126,7 @@ class Report:
             )
             facts = ("source", gap.source, "first", gap.first, "until", gap.until)
             self._shards.run_all([(0, ("XADD", key, "MAXLEN", "~", KEPT_GAPS, "*", *facts))])
+        self._gaps = self._recorded()
 
     def _recorded(self) -> list[LostRange]:
         """Return the latest gaps of all starts, the newest first: a restart does not make one whole."""

@@ -1,14 +1,13 @@
 """The input of a Spark task: the plan of its start, slices of records, and what a view's writer makes of them.
 
-The driver makes one plan for each start of the query and sends it to every task; a view adds a value of its own. A
+The driver makes one plan for each start and sends it to every task; a view adds a value of its own. A
 slice is consecutive records of one partition, as plain columns, checked for poison once for all views. A writer looks
 at a slice and returns the windows that shards have to write. The host (``one_pass``) owns the marks, the calls and the
 answers.
 
-The live query cuts slices from the batches of Spark's Kafka reader. All that reads the past reads it in the task
-itself, as ranges of offsets: a ``RangeReader`` never makes more than bytes of a record that lacks what is looked for.
-Invariant: of a partition, it reads the committed records from the first offset up to, not including, the last, in order
-and each once.
+Hands (``shift``) read what comes. All that reads the past reads ranges of offsets with a ``RangeReader``, which never
+makes more than bytes of a record that lacks what is looked for. Invariant: of a partition, it reads the committed
+records from the first offset up to, not including, the last, in order and each once.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -48,26 +46,6 @@ _decode = msgspec.json.Decoder().decode
 _encode = msgspec.json.Encoder().encode
 
 T = TypeVar("T")
-
-COLUMNS = (
-    "topic",
-    "partition",
-    "offset",
-    "unix_millis(timestamp) AS time",
-    "key",
-    "value",
-    # An array of structures costs more on its way to Python than all other columns together, also when it is empty.
-    "to_json(headers) AS headers",
-)
-"""Columns of each record that a task gets, in this order, as SQL over Spark's Kafka reader."""
-
-
-class _Header(msgspec.Struct):
-    key: str
-    value: bytes | None = None
-
-
-_decode_headers = msgspec.json.Decoder(list[_Header]).decode
 
 
 class RecordLimits(msgspec.Struct, frozen=True):
@@ -110,52 +88,15 @@ def _plain(shown: bytes) -> Any:
         return None
 
 
-def slices(batch: pa.RecordBatch, generations: Mapping[str, int], limits: RecordLimits) -> Iterator[Slice]:
-    """Cut an Arrow batch where its partition changes. Records of one partition keep their order."""
-    rows = batch.num_rows
-    if not rows:
-        return
-    topics, partitions = batch.column(0), batch.column(1)
-    bounds = [0, *_changes(topics, partitions), rows]
-    offsets, times = batch.column(2), batch.column(3)
-    keys, values = batch.column(4), batch.column(5)
-    headers = batch.column(6)
-    for low, high in pairwise(bounds):
-        topic = topics[low].as_py()
-        partition = Partition(topic, partitions[low].as_py(), generations.get(topic, 0))
-        n = high - low
-        column = values.slice(low, n)
-        listed: list[bytes | None] = column.to_pylist()
-        yield Slice(
-            partition,
-            offsets.slice(low, n).to_pylist(),
-            times.slice(low, n).to_pylist(),
-            keys.slice(low, n).to_pylist(),
-            listed,
-            _headers(headers.slice(low, n)),
-            _poison(column, listed, limits),
-        )
+def make_slice(partition: Partition, messages: Sequence[Any], limits: RecordLimits) -> Slice:
+    """Return consecutive records of one partition as a slice, checked for poison."""
+    records = _slice(partition, messages)
+    return msgspec.structs.replace(records, poison=_poison(records.values, limits))
 
 
-def _changes(topics: Any, partitions: Any) -> list[int]:
-    n = len(partitions)
-    if n < 2:
-        return []
-    differs = pc.or_(
-        pc.not_equal(partitions.slice(1), partitions.slice(0, n - 1)),
-        pc.not_equal(topics.slice(1), topics.slice(0, n - 1)),
-    )
-    return [int(i) + 1 for i in pc.indices_nonzero(differs).to_pylist()]
-
-
-def _headers(column: Any) -> list[Headers] | None:
-    if column.null_count == len(column):
-        return None
-    return [[(h.key, h.value) for h in _decode_headers(row)] if row else [] for row in column.to_pylist()]
-
-
-def _poison(column: Any, values: Sequence[bytes | None], limits: RecordLimits) -> dict[int, str]:
-    """Return the reason for each poisoned record. Text and size are checked for the whole column at once."""
+def _poison(values: Sequence[bytes | None], limits: RecordLimits) -> dict[int, str]:
+    """Return the reason for each poisoned record. Text and size are checked for all at once."""
+    column = pa.array(values, pa.binary())
     if not _all_text(column) or (pc.max(pc.binary_length(column)).as_py() or 0) > limits.max_bytes:
         return _poison_one_by_one(values, limits)
     found: dict[int, str] = {}
@@ -245,8 +186,7 @@ class RangeReader:
             for label, (first, until) in part.items():
                 for records, _ in _read_range(consumer, Partition.parse(label), first, until, None, whole=True):
                     if records is not None:
-                        found = _poison(pa.array(records.values, pa.binary()), records.values, limits)
-                        yield msgspec.structs.replace(records, poison=found)
+                        yield msgspec.structs.replace(records, poison=_poison(records.values, limits))
 
 
 def shared_out(
@@ -309,7 +249,7 @@ def _read_range(
             raise BrokerUnavailable(f"kafka sends nothing of {partition} from offset {reached}")
 
 
-def _slice(partition: Partition, messages: list[Any]) -> Slice:
+def _slice(partition: Partition, messages: Sequence[Any]) -> Slice:
     headers = [message.headers() or [] for message in messages]
     return Slice(
         partition,
@@ -436,8 +376,6 @@ class Plan(msgspec.Struct, frozen=True):
     epoch: int
     """The driver epoch; a newer driver makes every call of this one fail."""
     views: tuple[ViewPlan, ...]
-    generations: dict[str, int]
-    """Generation of every topic that was ever read; below 0 for a topic that does not exist now, 0 for a new one."""
     limits: RecordLimits
     dead_letters: str
     """Topic of dead letters."""
@@ -453,15 +391,12 @@ class Plan(msgspec.Struct, frozen=True):
         return next(view for view in self.views if isinstance(view, kind))
 
 
-def make_plan(
-    settings: Settings, shards: Shards, views: Sequence[ViewPlan], epoch: int, generations: Mapping[str, int]
-) -> Plan:
+def make_plan(settings: Settings, shards: Shards, views: Sequence[ViewPlan], epoch: int) -> Plan:
     return Plan(
         store=shards.options,
         run_ids=dict(shards.run_ids),
         epoch=epoch,
         views=tuple(views),
-        generations=dict(generations),
         limits=RecordLimits(settings.pipeline.max_event_bytes, settings.pipeline.max_depth),
         dead_letters=settings.kafka.dead_letters,
         window_bytes=settings.pipeline.window_bytes,

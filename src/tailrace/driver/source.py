@@ -1,18 +1,17 @@
-"""The source of the query: topics, starting offsets, and the settings of Spark.
+"""Where a start begins: offsets of partitions, and Spark with its settings.
 
 Invariant: a start names every partition that matches, at the lowest mark of all views, clipped to what Kafka still has;
-what was clipped is reported as a gap. One partition is read by one task, in order, committed records only. Settings of
-Spark that would break order or identity are refused.
+what was clipped is reported as a gap. Settings of Spark that would break order or identity are refused.
 """
 
 from __future__ import annotations
 
 import atexit
-import json
 import os
+import re
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,9 @@ import msgspec
 
 from tailrace.config.settings import Settings
 from tailrace.errors import ConfigError
-from tailrace.kafka.broker import Topic, topic_expressions
+from tailrace.kafka.broker import Topic
 from tailrace.log.event import Partition
 from tailrace.valkey.marks import NOTHING
-
-FETCH_BUDGET = 128 << 20
-LEAST_FETCHED, MOST_FETCHED = 1 << 20, 16 << 20
-"""Bounds of the bytes that one consumer fetches ahead; a larger record is fetched all the same."""
 
 
 class LostRange(msgspec.Struct, frozen=True):
@@ -42,66 +37,29 @@ def starting_offsets(
     generations: Mapping[str, int],
     bounds: Mapping[tuple[str, int], tuple[int, int]],
     marks: Sequence[Mapping[Partition, int]],
-) -> tuple[dict[str, dict[str, int]], list[LostRange]]:
+) -> tuple[dict[Partition, int], list[LostRange]]:
     """Return where each partition is read from, and the ranges that Kafka no longer has.
 
-    ``marks`` has, for each view, the offset up to which all of its shards have applied each source. A source that a
-    view does not know begins at the earliest record; there is no gap before it.
+    ``marks`` has, for each view, the offset up to which all of its shards have applied each partition. A partition that
+    a view does not know begins at the earliest record; there is no gap before it.
     """
-    starts: dict[str, dict[str, int]] = {}
+    starts: dict[Partition, int] = {}
     lost: list[LostRange] = []
     for topic in topics:
-        for partition in topic.partitions:
-            if (topic.name, partition) not in bounds:
+        for number in topic.partitions:
+            if (topic.name, number) not in bounds:
                 continue
-            first, end = bounds[topic.name, partition]
-            source = Partition(topic.name, partition, generations[topic.name])
-            start = min((view.get(source, NOTHING) for view in marks), default=NOTHING) + 1
-            known = [view[source] for view in marks if source in view]
+            first, end = bounds[topic.name, number]
+            partition = Partition(topic.name, number, generations[topic.name])
+            start = min((view.get(partition, NOTHING) for view in marks), default=NOTHING) + 1
+            known = [view[partition] for view in marks if partition in view]
             if known and min(known) + 1 < first:
-                lost.append(LostRange(str(source), min(known) + 1, first))
+                lost.append(LostRange(str(partition), min(known) + 1, first))
             if start > max(end, first):
                 # Kafka lost its own tail and gives these offsets out again: what it had under them stays in the views.
-                lost.append(LostRange(str(source), max(end, first), start))
-            starts.setdefault(topic.name, {})[str(partition)] = min(max(start, first), max(end, first))
+                lost.append(LostRange(str(partition), max(end, first), start))
+            starts[partition] = min(max(start, first), max(end, first))
     return starts, lost
-
-
-def partitions_of(starts: Mapping[str, Mapping[str, int]]) -> int:
-    """Return how many partitions are read from the start."""
-    return sum(map(len, starts.values()))
-
-
-def reader_options(
-    settings: Settings, starts: Mapping[str, Mapping[str, int]], partitions: int | None = None
-) -> dict[str, str]:
-    """Return the options of Spark's Kafka reader, tuned: three times the rate of the defaults, and a short wait.
-
-    Spark keeps a consumer for every partition, each with what it fetched ahead: they share a budget, since those of
-    several queries, with 16 MiB each, have filled a heap of 1 GiB.
-    """
-    wanted, excluded = topic_expressions(settings)
-    consumers = max(1, partitions if partitions is not None else partitions_of(starts))
-    fetch_bytes = min(MOST_FETCHED, max(LEAST_FETCHED, FETCH_BUDGET // consumers))
-    extra = {f"kafka.{name}": value for name, value in settings.kafka.properties.items()}
-    return {
-        "kafka.bootstrap.servers": settings.kafka.bootstrap,
-        "subscribePattern": f"^(?!(?:{excluded})$){wanted}$",
-        "startingOffsets": json.dumps(starts) if starts else "earliest",
-        "failOnDataLoss": "false",
-        "includeHeaders": "true",
-        # A broker that is away, or a partition that is gone, ends the task and so the query, which then starts again.
-        "kafkaConsumer.pollTimeoutMs": "20000",
-        "kafka.request.timeout.ms": "10000",
-        "kafka.default.api.timeout.ms": "15000",
-        "maxOffsetsPerTrigger": str(settings.spark.max_records),
-        "kafka.isolation.level": "read_committed",
-        "kafka.max.poll.records": str(min(20_000, max(500, 100_000 // consumers))),
-        "kafka.max.partition.fetch.bytes": str(fetch_bytes),
-        "kafka.fetch.max.bytes": str(fetch_bytes),
-        "kafka.fetch.max.wait.ms": "10",
-        **extra,
-    }
 
 
 _SETTINGS = {
@@ -115,24 +73,6 @@ _SETTINGS = {
     "spark.python.worker.faulthandler.enabled": "true",
     "spark.python.unix.domain.socket.enabled": "true",
     "spark.sql.execution.arrow.maxRecordsPerBatch": "10000",
-    # Idle triggers report too: the watermark moves on while nothing arrives.
-    "spark.sql.streaming.noDataProgressEventInterval": "1s",
-    "spark.sql.streaming.numRecentProgressUpdates": "10",
-    "spark.sql.streaming.minBatchesToRetain": "10",
-    "spark.sql.streaming.metricsEnabled": "false",
-    # Whoever stops a query does not wait for a broker that is away; what is left of it is refused by its epoch.
-    "spark.sql.streaming.stopTimeout": "4s",
-    # The checkpoint is disposable and local. Hadoop's other way to write it starts a process for every file it touches.
-    "spark.sql.streaming.checkpointFileManagerClass": (
-        "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
-    ),
-    "spark.sql.streaming.checkpoint.fileChecksum.enabled": "false",
-    "spark.hadoop.fs.file.impl": "org.apache.hadoop.fs.RawLocalFileSystem",
-    # Above the number of partitions a consumer is never thrown away between batches (100 partitions: 4.8 s -> 0.7 s).
-    "spark.kafka.consumer.cache.capacity": "1024",
-    # Those of a query that ended are given back after two minutes: each start has consumers of its own.
-    "spark.kafka.consumer.cache.timeout": "2m",
-    "spark.kafka.consumer.fetchedData.cache.timeout": "2m",
     "spark.sql.session.timeZone": "UTC",
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
@@ -141,13 +81,14 @@ _SETTINGS = {
 }
 
 _REFUSED = {
+    "spark.python.worker.killOnIdleTimeout": "a hand that waits for records would be killed",
     "spark.speculation": "a second copy of a task is a second writer",
     "spark.sql.execution.pyspark.udf.tracebackWithLocals.enabled": "it prints local variables, secrets among them",
 }
 
 
 LIVE, SCANS = "live", "scans"
-"""The pools of Spark's tasks: those of the query go before those of scans."""
+"""Spark's pools: hands go before scans."""
 
 _POOLS = f"""<?xml version="1.0"?>
 <allocations>
@@ -157,8 +98,8 @@ _POOLS = f"""<?xml version="1.0"?>
 """
 
 
-def session(settings: Settings, jars: Sequence[Path]) -> Any:
-    """Start the Spark session of the pipeline."""
+def session(settings: Settings, *, hands: bool = False) -> Any:
+    """Start a Spark session; with ``hands`` that of the pipeline, which has more slots than cores."""
     # The executors' Python is this one: the same packages, the same version.
     os.environ["PYSPARK_PYTHON"] = sys.executable
     os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
@@ -171,10 +112,14 @@ def session(settings: Settings, jars: Sequence[Path]) -> Any:
     conf = _SETTINGS | {
         "spark.driver.memory": settings.spark.driver_memory,
         "spark.driver.extraJavaOptions": "-XX:+UseSerialGC -Dlog4j2.level=warn",
-        "spark.jars": ",".join(map(str, jars)),
         "spark.scheduler.mode": "FAIR",
         "spark.scheduler.allocation.file": _pools().as_uri(),
     }
+    if hands and (local := re.fullmatch(r"local\[(\d+|\*)(,\d+)?\]", settings.spark.master)):
+        # Slots for two shifts of every hand, which mostly wait, and for scans beside them.
+        cores = os.cpu_count() or 1 if local[1] == "*" else int(local[1])
+        builder = builder.master(f"local[{3 * cores + 2}{local[2] or ''}]")
+        conf["spark.default.parallelism"] = str(cores)
     if settings.spark.master.startswith("local"):
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
     else:
@@ -194,24 +139,18 @@ def _pools() -> Path:
     return Path(file.name)
 
 
+def hand_count(settings: Settings, spark: Any) -> int:
+    """Return how many hands there are: one for each core, on a cluster one for two of its slots."""
+    cores = _parallelism(settings, spark)
+    return cores if settings.spark.master.startswith("local") else max(1, cores // 2)
+
+
 def tasks(settings: Settings, spark: Any) -> int:
-    """Return how many tasks a batch is spread over: twice the cores, unless configured."""
-    if settings.spark.tasks:
-        return settings.spark.tasks
+    """Return how many tasks a job over the past is spread over: twice the cores."""
+    return 2 * _parallelism(settings, spark)
+
+
+def _parallelism(settings: Settings, spark: Any) -> int:
     if not settings.spark.master.startswith("local"):
-        # Before its first job a cluster's executors are not there to be counted.
-        spark.range(1).count()
-    return 2 * int(spark.sparkContext.defaultParallelism)
-
-
-def warm(spark: Any) -> None:
-    """Run one empty batch of the pipeline's shape, so that the first record does not wait for workers and classes."""
-
-    def nothing(batches: Iterator[Any]) -> Iterator[Any]:
-        yield from batches
-
-    columns = (
-        "'' AS topic, 0 AS partition, id AS offset, id AS time, binary('') AS key, binary('') AS value, '' AS headers"
-    )
-    rows = spark.range(0, 1, 1, 1).selectExpr(*columns.split(", "))
-    rows.mapInArrow(nothing, rows.schema).write.format("noop").mode("overwrite").save()
+        spark.range(1).count()  # before its first job a cluster's executors are not there to be counted
+    return int(spark.sparkContext.defaultParallelism)

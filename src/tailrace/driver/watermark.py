@@ -10,13 +10,10 @@ of partitions never passes what one of them has yet to deliver.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from bisect import insort
 from collections.abc import Callable, Collection, Iterable, Mapping
-from datetime import datetime
-from typing import Any
 
 import msgspec
 
@@ -137,7 +134,7 @@ class Course:
 
 
 class Timing:
-    """The course of all partitions that one run of the query reads."""
+    """The course of all partitions that one start reads."""
 
     def __init__(
         self,
@@ -153,12 +150,10 @@ class Timing:
     def watch(self, topics: Mapping[str, Topic]) -> None:
         self._topics = topics
 
-    def completed(self, batch: CompletedBatch) -> None:
-        """Take note of a completed batch: where it ended, and where the topics ended when it began."""
+    def completed(self, done: Mapping[Partition, int]) -> None:
+        """Take note of offsets up to which, not including them, everything is applied."""
         with self._lock:
-            self._course.completed(batch.ends)
-            if batch.latest:
-                self._course.listed(batch.listed_ms, batch.latest)
+            self._course.completed(done)
 
     def passed(self, times: Mapping[Partition, tuple[int, int]]) -> None:
         """Take note of running-maximum times and the offsets they hold up to."""
@@ -178,18 +173,18 @@ class Timing:
             found = ((partition, self._course.level_ms(partition)) for partition in partitions)
             return partitions, {partition: ms for partition, ms in found if ms is not None}
 
-    def ask(self) -> None:
-        """Ask Kafka where the topics end.
+    def ask(self) -> dict[Partition, int]:
+        """Ask Kafka where the topics end, and return it.
 
         Raises:
             BrokerUnavailable: It does not say.
         """
         clock_ms = round(time.time() * 1000)
-        ends = self._broker.ends(self._topics.values())
+        asked = self._broker.ends(self._topics.values())
+        ends = {Partition(t, p, self._generations.get(t, 0)): end for (t, p), end in asked.items()}
         with self._lock:
-            self._course.listed(
-                clock_ms, {Partition(t, p, self._generations.get(t, 0)): end for (t, p), end in ends.items()}
-            )
+            self._course.listed(clock_ms, ends)
+        return ends
 
     def everywhere(self) -> int | None:
         """Return the time that all partitions have passed."""
@@ -207,35 +202,3 @@ class Timing:
                 return round(time.time() * 1000)
             found = self._course.by_event(partitions) if by_event else self._course.by_arrival(partitions)
         return None if found is None else found - lateness_ms
-
-
-class CompletedBatch(msgspec.Struct, frozen=True):
-    """The progress report of a batch that Spark has completed."""
-
-    facts: dict[str, Any] = {}
-    ends: dict[Partition, int] = {}
-    latest: dict[Partition, int] = {}
-    """Latest offsets of the topics, asked for after ``listed_ms``."""
-    listed_ms: int = 0
-
-    @classmethod
-    def read(cls, progress: Any, generations: Mapping[str, int]) -> CompletedBatch:
-        """Read a progress report; None is that of a query that has not done a batch yet."""
-        if progress is None:
-            return cls()
-        facts: dict[str, Any] = progress if isinstance(progress, dict) else json.loads(progress.json)
-        offsets = (facts.get("sources") or [{}])[0]
-        ends = _offsets(offsets.get("endOffset"), generations)
-        stamp = datetime.fromisoformat(facts["timestamp"].replace("Z", "+00:00"))
-        latest = _offsets(offsets.get("latestOffset"), generations) or ends
-        return cls(facts, ends, latest, round(stamp.timestamp() * 1000))
-
-
-def _offsets(text: Any, generations: Mapping[str, int]) -> dict[Partition, int]:
-    # Spark says null, as text or not, while there is no topic.
-    offsets = (json.loads(text) if isinstance(text, str) else text) or {}
-    return {
-        Partition(topic, int(partition), generations.get(topic, 0)): int(offset)
-        for topic, partitions in offsets.items()
-        for partition, offset in partitions.items()
-    }

@@ -28,7 +28,6 @@ import pytest
 from tailrace.config.settings import load
 from tailrace.driver.source import session as begin_session
 from tailrace.embedded.cassandra import EmbeddedCassandra
-from tailrace.embedded.jars import cache_folder, fetch
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.process import EmbeddedServer
 from tailrace.embedded.valkey import EmbeddedValkey, start_cluster
@@ -223,7 +222,7 @@ def spark(quick_spark: None) -> Any:
     if not _sparks or SparkContext._active_spark_context is not _sparks[-1].sparkContext:
         quick = {"spark.driver.extraJavaOptions": QUICK_JAVA}
         settings = load(Path(os.devnull), {"spark.conf": quick, "spark.driver_memory": "512m"})
-        _sparks.append(begin_session(settings, fetch("spark", cache_folder())))
+        _sparks.append(begin_session(settings))
     return _sparks[-1]
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from tailrace.config.settings import load
 from tailrace.driver.source import session
-from tailrace.embedded.jars import cache_folder, fetch
+from tailrace.embedded.jars import cache_folder
 from tailrace.embedded.kafka import find_java
 
 QUICK_JAVA = "-XX:+UseSerialGC -XX:TieredStopAtLevel=1"
@@ -53,7 +53,7 @@ def _write(file: Path) -> None:
     """Run a query and a batch of the pipeline's shape, and wait for the end of the JVM, which then writes the file."""
     new = file.with_suffix(f".{os.getpid()}")
     os.environ[_OPTIONS] = f"{QUICK_JAVA} {quote(f'-XX:ArchiveClassesAtExit={new}')}"
-    spark = session(load(Path(os.devnull)), fetch("spark", cache_folder()))
+    spark = session(load(Path(os.devnull)))
     columns = "id AS offset", "binary('') AS key", "'' AS headers", "timestamp_millis(id) AS time"
     rows = spark.range(0, 100, 1, 2).selectExpr(*columns)
     rows.mapInArrow(_same, rows.schema).write.format("noop").mode("overwrite").save()

@@ -379,8 +379,7 @@ class History:
 
     def assign(self, shards: Shards, extent: Extent, wanted: WantedNames) -> Assignment:
         """Return the input of the tasks of a job."""
-        generations = {partition.topic: partition.generation for partition in extent.ranges}
-        plan = make_plan(self._settings, shards, [self._copy.plan], 0, generations)
+        plan = make_plan(self._settings, shards, [self._copy.plan], 0)
         erased = {
             name: {source: each for source, each in sources.items() if source != self._brought_back}
             for name, sources in self._copy.erased(shards, wanted.names).items()

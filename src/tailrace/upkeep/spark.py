@@ -54,7 +54,7 @@ def begin_session(settings: Settings) -> Any:
     conf = Properties({"spark.app.name": "tailrace upkeep", **settings.spark.conf})
     spark = settings.spark.model_copy(update={"conf": conf})
     with _keep_ctrl_c(), _keep_stdout():
-        return session(settings.model_copy(update={"spark": spark}), ())
+        return session(settings.model_copy(update={"spark": spark}))
 
 
 def end_session(spark: Any = None) -> None:

@@ -31,6 +31,10 @@ any text, so it comes last, and no two names share a key. "partition" is the tex
     <prefix>:{0}:topics          hash    topic -> generation and topic id
     <prefix>:{0}:drivers         string  last driver epoch assigned
     <prefix>:{0}:status:<view>   string  last report of the driver; expires
+    <prefix>:{0}:rota:<view>     hash    epoch of the driver whose first view it is, version, beat: ms when it was last
+                                         heard, stop, hand:<n> -> partitions that the hand is to read, as JSON
+    <prefix>:{0}:hands:<view>    hash    token:<n>, beat:<n>, next:<n>, report:<n> of each hand; holder:<partition> -> n
+    <prefix>:{0}:done:<view>     hash    partition -> offset up to which, not including it, all is applied to all views
     <prefix>:{0}:lease:<what>    hash    owner, token, until
     <prefix>:{0}:upkeep          hash    job -> report of its last run
     <prefix>:{0}:rules           hash    fold rule -> the rule in force, and its counters when its windows changed
@@ -178,6 +182,9 @@ class Keys(msgspec.Struct, frozen=True):
     readers = _key("readers")
 
     status = _key_of("status")
+    rota = _key_of("rota")
+    hands = _key_of("hands")
+    done = _key_of("done")
     stretches = _key_of("stretches")
     scanned = _key_of("scanned")
     read = _key_of("read")

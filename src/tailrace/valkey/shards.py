@@ -45,6 +45,7 @@ def _read_parts() -> Iterator[str]:
     core = package / "valkey" / "functions"
     yield (core / "tailrace.lua").read_text()
     yield (core / "upkeep.lua").read_text()
+    yield (core / "roll.lua").read_text()
     for view in sorted((package / "views").iterdir(), key=lambda each: each.name):
         if view.is_dir():
             for part in sorted(view.iterdir(), key=lambda each: each.name):

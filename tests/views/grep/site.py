@@ -17,13 +17,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewPartitions, NewTopic
 
 from tailrace.api.requests import GrepParameters
 from tailrace.config.settings import load
-from tailrace.driver.slice import Passes, RangeReader, Slice, slices
+from tailrace.driver.slice import Passes, RangeReader, Slice
 from tailrace.errors import BrokerUnavailable
 from tailrace.http.service import Service, now_ms
 from tailrace.kafka.broker import Broker, client_properties
@@ -39,7 +38,7 @@ from tailrace.views.grep.feed import GrepFeeds
 from tailrace.views.grep.model import Search, SearchLife, Stretch, make_grep_request
 from tailrace.views.grep.routes import GrepService
 from tests.views.grep.rig import finds, random_records
-from tests.writing import NOON, Record, Writer, batch
+from tests.writing import LIMITS, NOON, Record, Writer, batch
 
 VIEWS = ("intake", "matches")
 PATIENCE_S = 60.0
@@ -243,7 +242,7 @@ class CountedScanner(Scanner):
 
     def __init__(self, site: Site) -> None:
         plan = site.writer.plan
-        super().__init__(site.settings, site.spark, plan, Shards(plan.store, dict(plan.run_ids)))
+        super().__init__(site.settings, site.spark, plan, Shards(plan.store, dict(plan.run_ids)), site.generations)
         self._site = site
         self.chunks: list[Chunk] = []
 
@@ -271,8 +270,8 @@ class HandScanner(CountedScanner):
         records = self._site.records(starts, ends)
         return sum(scan(self._plan, chunk, self._slices)(self._batches(records)))
 
-    def _slices(self, given: pa.RecordBatch, passes: Passes | None) -> Iterator[tuple[Slice, int]]:
-        for r in slices(given, self._plan.generations, self._plan.limits):
+    def _slices(self, given: Sequence[Slice], passes: Passes | None) -> Iterator[tuple[Slice, int]]:
+        for r in given:
             size = sum(len(key or b"") + len(value or b"") for key, value in zip(r.keys, r.values, strict=True))
             rows = [i for i, v in enumerate(r.values) if v is not None and (passes is None or passes(r.keys[i], v))]
             yield (
@@ -288,12 +287,12 @@ class HandScanner(CountedScanner):
                 size,
             )
 
-    def _batches(self, records: list[Record]) -> Iterator[pa.RecordBatch]:
+    def _batches(self, records: list[Record]) -> Iterator[list[Slice]]:
         size = self._site.chance.choice((1, 7, 50, 1000))
         for n, begin in enumerate(range(0, len(records), size)):
             if n == self.stop_after:
                 raise Stopped
-            yield batch(records[begin : begin + size])
+            yield batch(records[begin : begin + size], LIMITS, self._generations)
 
 
 class Stopped(Exception):

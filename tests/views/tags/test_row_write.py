@@ -10,7 +10,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.driver.slice import AppliedMarks, slices
+from tailrace.driver.slice import AppliedMarks
 from tailrace.log.event import Partition
 from tailrace.log.timeuuid import first_of, last_of, order
 from tailrace.valkey.marks import conserved, read_counts, read_marks, read_times
@@ -63,7 +63,7 @@ def die_before_the_mark(writer: Writer, records: list[Record], most: int) -> Non
     """Work as a task, and stop when the rows of some windows are written: no shard has applied them."""
     (view,) = [view for view in writer.plan.make_writers() if isinstance(view, TagsWriter)]
     marks, shards = read_marks(writer.shards, "tags"), writer.plan.store.shards
-    for part in slices(batch(records), {}, writer.plan.limits):
+    for part in batch(records, writer.plan.limits):
         answers = writer.shards.run_all(
             [(s, ("HGET", writer.shards.keys.times(s, "tags"), str(part.partition))) for s in range(shards)]
         )

@@ -16,8 +16,8 @@ from functools import partial
 import msgspec
 
 from tailrace.config.settings import Settings
+from tailrace.driver.crew import read_done
 from tailrace.driver.hooks import Bounds, DriverRun, Loop, Start, Times, ViewDriver, begin_at_end
-from tailrace.driver.watermark import CompletedBatch
 from tailrace.valkey.marks import read_counts, read_times
 from tailrace.valkey.shards import Shards, mapping
 from tailrace.views.folds.model import Rule
@@ -106,7 +106,7 @@ def watermarks(shards: Shards, rules: Mapping[str, Rule], run: DriverRun) -> Cal
 
     def ask(wanted: Sequence[Rule]) -> dict[str, int]:
         run.timing.passed(read_times(shards, VIEW))
-        run.timing.completed(CompletedBatch.read(run.query.lastProgress, run.generations))
+        run.timing.completed(read_done(shards, run.rota))
         run.timing.ask()
         found: dict[str, int] = {}
         for rule in wanted:

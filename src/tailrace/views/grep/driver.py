@@ -70,9 +70,12 @@ GONE, LATER = 1 << 62, -1
 class Scanner(threading.Thread):
     """The driver's loop over the stretches to scan. It ends with the query whose driver epoch it has."""
 
-    def __init__(self, settings: Settings, spark: Any, plan: Plan, shards: Shards) -> None:
+    def __init__(
+        self, settings: Settings, spark: Any, plan: Plan, shards: Shards, generations: Mapping[str, int]
+    ) -> None:
         super().__init__(name="scanner", daemon=True)
         self._settings, self._spark, self._plan, self._shards = settings, spark, plan, shards
+        self._generations = generations
         self._watchdog = Watchdog.of(shards, settings)
         self._stopping = threading.Event()
         self._availability: Availability | None = None
@@ -148,7 +151,7 @@ class Scanner(threading.Thread):
 
     def _begins(self, partitions: Iterable[str]) -> dict[str, int]:
         if self._availability is None:
-            self._availability = Availability(Broker(self._settings), self._shards, self._plan.generations)
+            self._availability = Availability(Broker(self._settings), self._shards, self._generations)
         return self._availability.begins(partitions)
 
     def _record(self, chunk: Chunk, before: Mapping[str, int], read_bytes: int, after: Mapping[str, int]) -> None:
@@ -423,7 +426,7 @@ class GrepDriver(ViewDriver):
             begin_at_end(start, self.name, generations, bounds)
 
     def loops(self, run: DriverRun) -> Sequence[Loop]:
-        return [Scanner(run.start.settings, run.spark, run.plan, run.connect())]
+        return [Scanner(run.start.settings, run.spark, run.plan, run.connect(), run.generations)]
 
 
 class Availability:
