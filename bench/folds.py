@@ -1,6 +1,6 @@
 """Cost of folding: ours, and others that come near it, over the same posts in one run.
 
-    nothing      Spark reads the topic and drops it: the bare Kafka read
+    nothing      a Python consumer reads the topic and drops it: the bare Kafka read
     ours         the pipeline: Spark, open folds in Valkey with appendfsync always, emitter, publisher; exactly once
     seed         a sorted set in the same Valkey, one ZADD and one SADD per event from Python, and a poller
     quix         Quix Streams, session windows that the time of their partition closes
@@ -38,7 +38,7 @@ from confluent_kafka.admin import AdminClient, NewTopic
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench.ingest import Spark
+from bench.ingest import Spark, nothing
 from bench.meter import cpu_seconds, report
 from bench.peers import ours
 from bench.peers.live import alive
@@ -106,11 +106,11 @@ class Bench:
         print(json.dumps(row), file=sys.stderr, flush=True)
         return row
 
-    def nothing(self, spark: Spark) -> dict[str, Any]:
-        """Read the topic with Spark and drop it."""
-        pids = [*spark.pids(), *self.servers]
+    def nothing(self) -> dict[str, Any]:
+        """Read the topic and drop it."""
+        pids = [os.getpid(), *self.servers]
         before = cpu_seconds(pids)
-        rate = spark.run(self.topic, self.options.partitions, self.options.events, "nothing")
+        rate = nothing(self.kafka.address, self.topic, self.options.partitions, self.options.events)
         return {"seconds": self.options.events / rate, "cpu": cpu_seconds(pids) - before}
 
     def ours(self, spark: Spark) -> dict[str, Any]:
@@ -204,8 +204,8 @@ def measure(options: argparse.Namespace, bench: Bench) -> list[dict[str, Any]]:
         rows.extend(bench.best(job, once) for job, once in jobs.items() if not wanted or job in wanted)
 
     if not wanted or wanted & {"nothing", "ours"}:
-        spark = Spark(bench.kafka.address, bench.store.url, bench.folder / "checkpoints")
-        run({"nothing": partial(bench.nothing, spark), "ours": partial(bench.ours, spark)})
+        spark = Spark(bench.kafka.address, bench.store.url)
+        run({"nothing": bench.nothing, "ours": partial(bench.ours, spark)})
         spark.spark.stop()
     run(others(options.peers / "bin" / "python", bench))
     if not wanted or wanted & {"late", "idle"}:

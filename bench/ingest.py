@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from bench.meter import cpu_seconds, report
 from bench.servers import plans_of, servers
 from tailrace.config.settings import load
-from tailrace.driver.crew import Crew
+from tailrace.driver.crew import Crew, in_spark
 from tailrace.driver.shift import Shift
 from tailrace.driver.slice import Plan, make_plan
 from tailrace.driver.source import hand_count, session
@@ -87,7 +87,7 @@ class Spark:
         """Write the whole topic; return events per second."""
         plan, shards = self._plan()
         shift = Shift(plan, "intake", 0, 0, client_properties(self.settings), frozenset(), 1.0)
-        crew = Crew(self.spark, shards, shift, hand_count(self.settings, self.spark))
+        crew = Crew(in_spark(self.spark), shards, shift, hand_count(self.settings, self.spark), 900.0)
         crew.tick()
         while not crew.is_heard():  # the processes are there, as they are when records come to a pipeline
             time.sleep(0.02)

@@ -1,6 +1,6 @@
 """Cost of sessions: telemetry into Valkey, by the pipeline and by the writer library; and its viewers.
 
-    nothing    Spark reads the topic and drops it: the bare Kafka read, no Python
+    nothing    a Python consumer reads the topic and drops it: the bare Kafka read
     pipeline   Spark reads the topic, and every sample goes into its session's stream, in bursts, exactly once
     writer     `tailrace.SessionWriter` in this process, from arrays, without Kafka and Spark
     viewers    one service process, a writer, and viewers of the RTA protocol, each part a process of its own:
@@ -31,12 +31,12 @@ from confluent_kafka.admin import AdminClient, NewTopic
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench.ingest import Spark
+from bench.ingest import Spark, nothing
 from bench.meter import cpu_seconds, report
 from bench.servers import plans_of, servers
 from bench.viewers import watch
 from tailrace.config.settings import Settings, load
-from tailrace.driver.slice import make_plan
+from tailrace.driver.slice import Plan, make_plan
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare
@@ -134,8 +134,7 @@ class Bench(Spark):
     """The servers, a Spark that writes sessions, and what was measured."""
 
     def __init__(self, options: argparse.Namespace, kafka: EmbeddedKafka, store: EmbeddedValkey, folder: Path) -> None:
-        super().__init__(kafka.address, store.url, folder / "checkpoints")
-        self.spark.sparkContext.setLogLevel("ERROR")  # a batch that takes longer than the trigger is no news here
+        super().__init__(kafka.address, store.url)
         self.options, self.kafka, self.store = options, kafka, store
         self.rows: list[Row] = []
         self.topic = ""
@@ -158,12 +157,12 @@ class Bench(Spark):
             }
         )
 
-    def _plan(self) -> Any:
+    def _plan(self) -> tuple[Plan, Shards]:
         settings = self.given()
         shards = Shards(StoreOptions.of(settings.valkey)).open()
         prepare(shards)
         views = ("intake", VIEW)
-        return make_plan(settings, shards, plans_of(settings, views), enlist(shards, views))
+        return make_plan(settings, shards, plans_of(settings, views), enlist(shards, views)), shards
 
     def everything(self) -> list[int]:
         """Return the processes whose time counts."""
@@ -194,15 +193,14 @@ class Bench(Spark):
             self.topic = f"{form}-{records}"
             size = produce(self.kafka.address, self.topic, partitions, records, form, each)
             total = records * record
-            # A query's rows include one that opens each session.
+            # The topic has one that opens each session.
             whole = records + partitions
 
             def through(kind: str, whole: int = whole) -> float:
-                rate = self.run(self.topic, partitions, whole, kind)
-                return rate * record
+                if kind == "nothing":
+                    return record * nothing(self.kafka.address, self.topic, partitions, whole)
+                return record * self.run(self.topic, partitions, whole)
 
-            for kind in ("nothing", "days"):  # a JVM compiles what it runs often
-                through(kind)
             about = {"form": form, "bytes/sample in Kafka": round(size / total, 2)}
             bare = self.best({"job": "write", "by": "nothing", **about}, partial(through, "nothing"), total)
             self.tell(bare)

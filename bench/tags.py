@@ -36,12 +36,12 @@ from confluent_kafka import Consumer, TopicPartition
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench.ingest import Spark, produce
+from bench.ingest import Spark, nothing, produce
 from bench.meter import cpu_seconds, report
 from bench.servers import cassandra, plans_of, servers
 from bench.tag_feeds import catch_up, given, start_from_nothing, visible
 from tailrace.config.settings import Settings
-from tailrace.driver.slice import make_plan
+from tailrace.driver.slice import Plan, make_plan
 from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
@@ -87,8 +87,7 @@ class Bench(Spark):
         node: EmbeddedCassandra | None,
         folder: Path,
     ) -> None:
-        super().__init__(kafka.address, store.url, folder / "checkpoints")
-        self.spark.sparkContext.setLogLevel("ERROR")  # a batch that takes longer than the trigger is no news here
+        super().__init__(kafka.address, store.url)
         self.options, self.kafka, self.store, self.node = options, kafka, store, node
         self.rows: list[Row] = []
         self.written: Settings = self.settings
@@ -114,13 +113,13 @@ class Bench(Spark):
             flags |= {"cassandra.port": self.node.port, "cassandra.keyspace": KEYSPACE}
         return flags
 
-    def _plan(self) -> Any:
+    def _plan(self) -> tuple[Plan, Shards]:
         store, tags = self._way
         settings = self.written = given(self.flags(store) | {"tags.paths": PATHS[:tags]})
         shards = Shards(StoreOptions.of(settings.valkey)).open()
         prepare(shards)
         views = ("intake", VIEW)
-        return make_plan(settings, shards, plans_of(settings, views), enlist(shards, views))
+        return make_plan(settings, shards, plans_of(settings, views), enlist(shards, views)), shards
 
     def everything(self) -> list[int]:
         """Return the processes whose time counts."""
@@ -215,11 +214,10 @@ class Bench(Spark):
         return row | {"events/s": round(max(rates)), "CPU s/M events": round(min(costs), 1), "events": found}
 
     def _nothing(self, topic: str) -> tuple[float, int]:
-        return self.run(topic, PARTITIONS, self.options.events, "nothing"), self.options.events
+        return nothing(self.kafka.address, topic, PARTITIONS, self.options.events), self.options.events
 
     def _through(self, topic: str, events: int) -> tuple[float, int]:
-        rate = self.run(topic, PARTITIONS, events, "days")  # which is: with the plan of this class
-        return rate, events
+        return self.run(topic, PARTITIONS, events), events
 
     def _plain(self, topic: str, tags: int) -> tuple[float, int]:
         """Insert every event into each of its tags, one by one, for some seconds."""

@@ -187,7 +187,7 @@ class ScriptedService:
         return JSONResponse({"name": name, "days": [row]})
 
     async def status(self, request: Request) -> Response:
-        view = {"rate": 12.5, "lag": 3, "batch_ms": 140, "in": 10, "stored": 8, "skipped": {"no-key": 1}, "dead": 1}
+        view = {"rate": 12.5, "lag": 3, "take_ms": 140, "in": 10, "stored": 8, "skipped": {"no-key": 1}, "dead": 1}
         parts = [{"name": "pipeline", "state": "running"}, {"name": "valkey", "state": "running"}]
         jobs = [
             {"job": "pack", "view": "days", "started": "2026-11-15T08:00:00.000Z", "ended": "2026-11-15T08:00:02.500Z"}

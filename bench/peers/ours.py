@@ -89,16 +89,16 @@ class Installation:
 
 
 def fold(spark: Any, bootstrap: str, url: str, topic: str, events: int, pids: Sequence[int]) -> dict[str, Any]:
-    """Fold a whole topic. Time runs from the start of the query until the last fold is in Kafka; CPU time, of the
+    """Fold a whole topic. Time runs from the start of the driver until the last fold is in Kafka; CPU time, of the
     processes given, from before that."""
     installation = Installation(bootstrap, url, {"posts": (topic, QUIET_MS)})
     stopping, before = threading.Event(), cpu_seconds(pids)
     job = threading.Thread(target=Driver(installation.settings, spark, VIEWS).run, args=(stopping,), daemon=True)
     job.start()
     try:
-        _wait("a query", lambda: spark.streams.active, job)
+        _wait("a start", lambda: _prepared(installation), job)
         began = time.time()
-        _wait("all posts folded", lambda: _prepared(installation) and installation.folded("posts") >= events, job)
+        _wait("all posts folded", lambda: installation.folded("posts") >= events, job)
         _wait("all folds published", lambda: not installation.pending(), job)
         ended, cpu = time.time(), cpu_seconds(pids) - before
     finally:

@@ -36,7 +36,7 @@
     │   ├── LeaseHeld                 upkeep.held          another upkeep process holds the lease
     │   ├── RowsMissing               tags.missing         events of a tag that its numbers promise are not found
     │   └── StoreMismatch             store.mismatch       the stored number of shards or layout differs
-    ├── PipelineError                 pipeline.failed      the streaming query ended and must be started again
+    ├── PipelineError                 pipeline.failed      a hand or a job of Spark failed
     └── EmbeddedError                 embedded.failed      a part of the one-machine stack
         ├── DirectoryInUse            embedded.in_use      another `up` uses the folder
         ├── PrerequisiteMissing       prerequisite.missing Java, a port, disk space
@@ -302,7 +302,7 @@ class StoreMismatch(StoreError, code="store.mismatch"):
 
 
 class PipelineError(TailraceError, code="pipeline.failed", retryable=True):
-    """The streaming query ended; the supervisor starts it again from the marks."""
+    """A hand or a job of Spark failed; the driver begins again at the marks."""
 
 
 class EmbeddedError(TailraceError, code="embedded.failed"):

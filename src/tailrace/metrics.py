@@ -82,16 +82,17 @@ class _Field(NamedTuple):
 
 
 _REPORTED = (
-    _Field("rate", "tailrace_pipeline_records_per_second", "Records applied per second, in the last batch"),
+    _Field("rate", "tailrace_pipeline_records_per_second", "Records applied per second"),
     _Field("lag", "tailrace_pipeline_lag_records", "Records in Kafka that are not applied yet"),
     _Field("sources", "tailrace_pipeline_sources", "Partitions that are read"),
-    _Field("batch_ms", "tailrace_pipeline_batch_seconds", "How long the last batch took", factor=0.001),
+    _Field("take_ms", "tailrace_pipeline_take_seconds", "99th percentile of the latest takes of a hand", factor=0.001),
+    _Field("busy", "tailrace_pipeline_busy_hands", "Hands that were at work, on average over the last second"),
     _Field("in", "tailrace_pipeline_records_in", "Records that came in", "counter"),
     _Field("stored", "tailrace_pipeline_records_stored", "Records stored in the view", "counter"),
     _Field("dead", "tailrace_pipeline_records_dead", "Poison records, sent to the dead letters", "counter"),
     _Field("expired", "tailrace_expired_events", "Events dropped because their retention was over", "counter"),
     _Field("unaccounted", "tailrace_pipeline_records_unaccounted", "In - stored - skipped - dead; 0 when at rest"),
-    _Field("restarts", "tailrace_pipeline_restarts", "How often the query was started again", "counter"),
+    _Field("restarts", "tailrace_pipeline_restarts", "How often the pipeline began again at the marks", "counter"),
 )
 
 

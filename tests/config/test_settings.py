@@ -67,15 +67,15 @@ def test_the_reference_file_writes_durations_and_sizes_as_show_does() -> None:
 
 
 def test_later_layers_win_and_each_value_knows_its_origin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = write(tmp_path, '[serve]\nport = 1001\nhost = "localhost"\nretry = "3s"\n[spark]\ntasks = 3\n')
+    file = write(tmp_path, '[serve]\nport = 1001\nhost = "localhost"\nretry = "3s"\n[spark]\nhands = 3\n')
     monkeypatch.setenv("TAILRACE_SERVE__PORT", "1002")
     monkeypatch.setenv("TAILRACE_SERVE__RETRY", "4s")
     settings = load(flags={"serve.port": 1003, "embedded.dir": None})
     assert (settings.serve.port, settings.serve.host, settings.serve.retry) == (1003, "localhost", timedelta(seconds=4))
-    assert settings.spark.tasks == 3
+    assert settings.spark.hands == 3
     assert settings.origin("serve.port") == "flag --port"
     assert settings.origin("serve.retry") == "env TAILRACE_SERVE__RETRY"
-    assert settings.origin("serve.host") == settings.origin("spark.tasks") == f"file {file}"
+    assert settings.origin("serve.host") == settings.origin("spark.hands") == f"file {file}"
     assert settings.origin("embedded.dir") == "default"
     with pytest.raises(ConfigError, match=r"did you mean serve\.port"):
         settings.origin("serve.prot")
@@ -396,13 +396,11 @@ def test_a_child_does_not_read_a_file_that_its_parent_did_not_read(
 
 def test_no_secret_is_ever_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, f'[valkey]\nurl = "valkeys://me:{SECRET}@h:6379/0"\n')
-    monkeypatch.setenv(
-        "TAILRACE_KAFKA__PROPERTIES", f'{{"sasl.jaas.config": "{SECRET}", "ssl.key.password": "{SECRET}"}}'
-    )
+    monkeypatch.setenv("TAILRACE_KAFKA__PROPERTIES", f'{{"sasl.password": "{SECRET}", "ssl.key.password": "{SECRET}"}}')
     settings = load()
     assert settings.valkey.url == "valkeys://me@h:6379/0"
     assert settings.valkey.password.get_secret_value() == SECRET
-    assert settings.kafka.properties["sasl.jaas.config"] == SECRET
+    assert settings.kafka.properties["sasl.password"] == SECRET
     shown = [
         repr(settings),
         str(settings),
@@ -438,3 +436,16 @@ def test_a_password_may_hold_what_urls_escape() -> None:
 
 def test_every_default_is_reachable_by_its_variable() -> None:
     assert {variable(path) for path in DEFAULTS} == {f"TAILRACE_{p.upper().replace('.', '__')}" for p in PATHS}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [
+        ("sasl.jaas.config", "x", "sasl.username and sasl.password"),
+        ("ssl.truststore.location", "/ca.jks", "ssl.ca.location"),
+        ("sasl.mechanism", "GSSAPI", "no Kerberos"),
+    ],
+)
+def test_a_property_that_only_java_has_is_refused_with_the_one_to_use(name: str, value: str, instead: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(instead)):
+        load(flags={"kafka.properties": {name: value}})

@@ -100,4 +100,3 @@ def test_a_broken_line_of_the_lock_is_named(tmp_path: Path) -> None:
 def test_the_cache_follows_the_setting_and_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert jars.cache_folder() == tmp_path / "tailrace" / "jars"
-    assert jars.cache_folder(str(tmp_path / "elsewhere")) == tmp_path / "elsewhere"

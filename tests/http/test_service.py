@@ -31,7 +31,7 @@ def report(store: StoreOptions, view: str, **facts: object) -> None:
         "state": "running",
         "rate": 12.5,
         "lag": 3,
-        "batch_ms": 140,
+        "take_ms": 140,
         "in": 10,
         "stored": 8,
         "dead": 1,

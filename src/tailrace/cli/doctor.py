@@ -46,7 +46,7 @@ def checks(settings: Settings) -> Iterator[Check]:
         "disk": lambda: _disk(settings),
         "port": lambda: _port(settings, supervisor),
         "stack": lambda: _stack(settings, supervisor),
-        "jars": lambda: _jars(settings),
+        "jars": _jars,
         "kafka": lambda: _kafka(reached),
         "valkey": lambda: _valkey(reached),
     }
@@ -142,24 +142,19 @@ def _stack(settings: Settings, supervisor: int | None) -> Iterator[Check]:
     yield Check("embedded stack", not failing, detail, f"see the logs of {', '.join(failing)} in {folder / 'logs'}")
 
 
-def _jars(settings: Settings) -> Iterator[Check]:
+def _jars() -> Iterator[Check]:
     from tailrace.embedded import jars
 
-    cache = jars.cache_folder(settings.spark.jars)
+    cache = jars.cache_folder()
     advice = "the first start fetches them, which needs the network; `make setup` fetches them now"
     for name in jars.SETS:
         missing = jars.missing(name, cache)
         detail = f"{len(missing)} not in {cache} yet" if missing else f"complete in {cache}"
         yield Check(f"jars for {name}", None if missing else True, detail, advice)
-    connector = next(jar for jar in jars.read_lock("spark") if jar.artifact.startswith("spark-sql-kafka"))
     try:
-        spark = importlib.metadata.version("pyspark")
+        yield Check("spark", True, f"pyspark {importlib.metadata.version('pyspark')}")
     except importlib.metadata.PackageNotFoundError:
         yield Check("spark", False, "pyspark is not installed", _EXTRAS)
-        return
-    detail = f"pyspark {spark} with the Kafka connector {connector.version}"
-    advice = f"the pair must be the same version: install pyspark=={connector.version}"
-    yield Check("spark", spark == connector.version, detail, advice)
 
 
 def _kafka(settings: Settings) -> Iterator[Check]:

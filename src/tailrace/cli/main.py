@@ -140,12 +140,25 @@ def put(
         print(f"{writer.written:,} events written to {topic} in {seconds:.1f} s", file=sys.stderr)
 
 
-FIGURES = ["rate", "lag", "batch_ms", "in", "stored", "skipped", "dead", "expired", "unaccounted", "outbox", "restarts"]
+FIGURES = [
+    "rate",
+    "lag",
+    "take_ms",
+    "busy",
+    "in",
+    "stored",
+    "skipped",
+    "dead",
+    "expired",
+    "unaccounted",
+    "outbox",
+    "restarts",
+]
 """Fields of a view's report that ``status`` shows."""
 
 
 def status(json: Json = False, url: Url = DEFAULT_URL) -> None:
-    """Show rates, lag, batch time and health of every part."""
+    """Show rates, lag, take time and health of every part."""
     answer = ask(url, lambda river: river.status())
     if is_plain(json):
         print_lines([answer])

@@ -144,7 +144,7 @@ class River(Connection):
         return (await self._get(f"/v1/streams/{as_segment(name)}/days", Days)).days
 
     async def status(self) -> dict[str, Any]:
-        """Return rates, lag, batch time and health of every part."""
+        """Return rates, lag, take time and health of every part."""
         return await self._get("/v1/status", dict[str, Any])
 
     # Folds.

@@ -70,7 +70,13 @@ NOT_SETTINGS = frozenset({"TAILRACE_CONFIG", "TAILRACE_URL"})
 Layer = tuple[dict[str, Any], Callable[[str], str]]
 """Values of one layer as nested tables, and a function that names the origin of a dotted path."""
 
-_JAVA_ONLY = re.compile(r"sasl\.jaas\.config|ssl\.truststore\..*|ssl\.keystore\.type|.*\.class")
+_JAVA_ONLY = {
+    r"sasl\.jaas\.config": "sasl.username and sasl.password",
+    r"ssl\.truststore\..*": "ssl.ca.location, a PEM file",
+    r"ssl\.keystore\.type": "ssl.keystore.location, a PKCS#12 file",
+    r".*\.class": "no class of Java",
+}
+"""Properties that only Java's client has, and what librdkafka has instead."""
 
 
 class Kafka(Section):
@@ -90,12 +96,16 @@ class Kafka(Section):
     def _check(self) -> Self:
         if self.dead_letters == self.positions:
             raise ValueError("two different topics for dead_letters and positions")
+        for name, value in self.properties.items():
+            if instead := next((has for java, has in _JAVA_ONLY.items() if re.fullmatch(java, name)), ""):
+                raise ValueError(f"properties of librdkafka, which has no {name}, but {instead}")
+            if name in ("sasl.mechanism", "sasl.mechanisms") and value.upper() == "GSSAPI":
+                raise ValueError("another sasl.mechanism than GSSAPI: this build of librdkafka has no Kerberos")
         return self
 
     def client(self) -> dict[str, Any]:
-        """Return the properties of our own clients, which use librdkafka: without those that only Java takes."""
-        properties = {name: value for name, value in self.properties.items() if not _JAVA_ONLY.fullmatch(name)}
-        return {"log.connection.close": False, **properties, "bootstrap.servers": self.bootstrap}
+        """Return the properties of a client."""
+        return {"log.connection.close": False, **self.properties, "bootstrap.servers": self.bootstrap}
 
 
 class Valkey(Section):
@@ -128,13 +138,10 @@ class Spark(Section):
     master: Annotated[str, Field(pattern=r"^(local(\[.+\])?|local-cluster\[.+\]|spark://.+|yarn|k8s://.+)$")] = (
         "local[2,4]"
     )
-    trigger: Delay = timedelta(milliseconds=100)
-    max_records: Count = 200_000
+    hands: CountOrZero = 0
+    shift: Annotated[Duration, durations("1s")] = timedelta(minutes=15)
     driver_memory: Memory = "2g"
-    tasks: CountOrZero = 0
-    jars: str = ""
     conf: SparkConf = Properties()
-    checkpoint: str = ""
 
 
 PREFIX = "TAILRACE_"

@@ -13,7 +13,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -27,9 +27,6 @@ from tailrace.valkey.shards import Command, Shards, mapping
 
 logger = logging.getLogger(__name__)
 
-SHIFT_S = 900.0
-"""Length of a shift, give or take a fifth: it bounds the age of a Python process, gives each hand its attempts anew,
-and lets Spark decommission an executor, which waits for its tasks."""
 LEAVE_S = 3.0
 """Time that hands have to leave; their epoch shuts out who stays longer."""
 
@@ -78,12 +75,16 @@ class Crew:
     """The hands of one start.
 
     Args:
+        work: does a shift to its end; ``in_spark`` as a Spark job.
         shift: what each shift is told, but for its hand and number.
         hands: how many there are.
+        shift_s: length of a shift, give or take a fifth.
     """
 
-    def __init__(self, spark: Any, shards: Shards, shift: Shift, hands: int, shift_s: float = SHIFT_S) -> None:
-        self._context, self._shards, self._shift, self._hands = spark.sparkContext, shards, shift, hands
+    def __init__(
+        self, work: Callable[[Shift], ShiftEnd], shards: Shards, shift: Shift, hands: int, shift_s: float
+    ) -> None:
+        self._work, self._shards, self._shift, self._hands = work, shards, shift, hands
         self._shift_s = shift_s
         keys = shards.keys
         self._rota, self._reports, self._done = (each(shift.rota) for each in (keys.rota, keys.hands, keys.done))
@@ -144,7 +145,7 @@ class Crew:
         self._number += 1
         until = now + self._shift_s * random.uniform(0.8, 1.2)
         shift = msgspec.structs.replace(self._shift, hand=hand, number=self._number)
-        job = _Job(self._context, shift, until)
+        job = _Job(self._work, shift, until)
         self._jobs[hand].append(job)
         job.start()
 
@@ -184,25 +185,35 @@ class Crew:
 
 
 class _Job(threading.Thread):
-    """The Spark job of one shift."""
+    """The thread that waits for one shift."""
 
-    def __init__(self, context: Any, shift: Shift, until: float) -> None:
+    def __init__(self, work: Callable[[Shift], ShiftEnd], shift: Shift, until: float) -> None:
         super().__init__(name=f"hand {shift.hand}, shift {shift.number}", daemon=True)
-        self._context, self._shift = context, shift
+        self._work, self._shift = work, shift
         self.number, self.until = shift.number, until
         self.end: ShiftEnd | None = None
         self.failure: TailraceError | None = None
 
     def run(self) -> None:
-        context, task = self._context, hand_task(self._shift)
         try:
-            context.setLocalProperty("spark.scheduler.pool", LIVE)
-            context.setJobDescription(f"Tailrace: {self.name}")
-            [self.end] = context.parallelize([0], 1).mapPartitions(task).collect()
+            self.end = self._work(self._shift)
             self.failure = self.end.error
         except Exception as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             self.failure = PipelineError(f"{self.name} failed: {lines[0]}")
+
+
+def in_spark(spark: Any) -> Callable[[Shift], ShiftEnd]:
+    """Return the function that does a shift as a Spark job of one task, and waits for its end."""
+    context = spark.sparkContext
+
+    def run(shift: Shift) -> ShiftEnd:
+        context.setLocalProperty("spark.scheduler.pool", LIVE)
+        context.setJobDescription(f"Tailrace: hand {shift.hand}, shift {shift.number}")
+        [end] = context.parallelize([0], 1).mapPartitions(hand_task(shift)).collect()
+        return end  # type: ignore[no-any-return]
+
+    return run
 
 
 def read_done(shards: Shards, rota: str) -> dict[Partition, int]:

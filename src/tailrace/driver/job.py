@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from tailrace.config.settings import Settings
-from tailrace.driver.crew import Crew
+from tailrace.driver.crew import Crew, in_spark
 from tailrace.driver.hooks import Bounds, DriverRun, Loop, Start, Times, ViewDriver
 from tailrace.driver.one_pass import INTAKE, IntakePlan
 from tailrace.driver.publisher import Publisher
@@ -149,7 +149,8 @@ class Driver:
             rota.timing = timing = Timing(self._broker, topics, generations, starts)
             report = Report(start, views, lost, self._restarts, timing, self._failure)
             plan = make_plan(settings, shards, [view.plan() for view in views], self._epoch)
-            crew = rota.crew = Crew(self._spark, shards, self._shift(plan, views), hand_count(settings, self._spark))
+            hands, shift_s = hand_count(settings, self._spark), settings.spark.shift.total_seconds()
+            crew = rota.crew = Crew(in_spark(self._spark), shards, self._shift(plan, views), hands, shift_s)
             crew.assign(starts)
             crew.tick()
             logger.info("driver epoch %d reads %d topic(s) for %s", self._epoch, len(topics), ", ".join(self.views))

@@ -140,7 +140,9 @@ def _pools() -> Path:
 
 
 def hand_count(settings: Settings, spark: Any) -> int:
-    """Return how many hands there are: one for each core, on a cluster one for two of its slots."""
+    """Return how many hands there are: one for each core, on a cluster one for two of its slots, unless configured."""
+    if settings.spark.hands:
+        return settings.spark.hands
     cores = _parallelism(settings, spark)
     return cores if settings.spark.master.startswith("local") else max(1, cores // 2)
 

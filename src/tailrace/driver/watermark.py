@@ -21,7 +21,7 @@ from tailrace.kafka.broker import Broker, Topic
 from tailrace.log.event import Partition
 
 KEPT = 64
-"""Listings that are remembered: a batch that takes longer than so many is judged by the times of its records."""
+"""Listings that are remembered: a hand that is behind by more than so many is judged by the times of its records."""
 
 
 class Listing(msgspec.Struct, frozen=True, order=True):

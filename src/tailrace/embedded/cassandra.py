@@ -117,7 +117,7 @@ class EmbeddedCassandra(JavaServer):
             raise PrerequisiteMissing(
                 f"Cassandra does not run on {java}: install Java 17, or point JAVA_HOME at one up to {NEWEST_JAVA}"
             )
-        files = jars.fetch("cassandra", self._jars, progress)
+        files = jars.fetch("cassandra", progress=progress)
         # Native libraries are unpacked here, and a killed node leaves them behind.
         scratch = self.folder / "tmp"
         shutil.rmtree(scratch, ignore_errors=True)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jgo.maven import MavenContext
 
 LOCK: Final = Path(__file__).with_name("jars.lock")
-SETS: Final = ("spark", "kafka", "cassandra")
+SETS: Final = ("kafka", "cassandra")
 _ATTEMPTS: Final = 3
 _AT_ONCE: Final = 6
 logger = logging.getLogger(__name__)
@@ -71,10 +71,8 @@ def read_lock(name: str, *, lock: Path = LOCK) -> list[Jar]:
     return chosen
 
 
-def cache_folder(configured: str = "") -> Path:
-    """Return the folder of the jars: the configured one, else ``tailrace/jars`` in the user's cache folder."""
-    if configured:
-        return Path(configured).expanduser()
+def cache_folder() -> Path:
+    """Return the folder of the jars: ``tailrace/jars`` in the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tailrace" / "jars"
 
 

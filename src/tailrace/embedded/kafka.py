@@ -86,20 +86,11 @@ class JavaServer(EmbeddedServer):
 
     Args:
         memory: The Java heap.
-        jars_folder: Folder of the jars; the user's cache folder by default.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        port: int = 0,
-        memory: str = "512m",
-        *,
-        log: Path | None = None,
-        jars_folder: Path | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, port: int = 0, memory: str = "512m", *, log: Path | None = None) -> None:
         super().__init__(folder, port, log=log)
-        self.memory, self._jars = memory, jars_folder
+        self.memory = memory
 
 
 class EmbeddedKafka(JavaServer):
@@ -114,7 +105,7 @@ class EmbeddedKafka(JavaServer):
 
     def part(self, progress: Console | None = None) -> Part:
         java = find_java().path
-        classpath = os.pathsep.join(map(str, jars.fetch("kafka", self._jars, progress)))
+        classpath = os.pathsep.join(map(str, jars.fetch("kafka", progress=progress)))
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "log4j2.properties").write_text(_LOG4J.format(log=self.log), encoding="utf-8")

@@ -34,7 +34,6 @@ from rich.console import Console
 
 from tailrace.config.settings import Serve
 from tailrace.config.values import Properties
-from tailrace.embedded import jars
 from tailrace.embedded import process as ports
 from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.embedded.kafka import EmbeddedKafka
@@ -84,22 +83,14 @@ def run_stack(
         if "tags" in settings.live_views and settings.tags.store == "cassandra":
             wanted["cassandra"] = 0
         chosen = ports.assign_ports(folder / PORTS_FILE, wanted)
-        cache = jars.cache_folder(settings.spark.jars)
-        jars.fetch("spark", cache, events)
         kafka = EmbeddedKafka(
-            folder / "kafka",
-            chosen["kafka"],
-            settings.embedded.kafka_memory,
-            jars_folder=cache,
-            log=_log(folder, "kafka"),
+            folder / "kafka", chosen["kafka"], settings.embedded.kafka_memory, log=_log(folder, "kafka")
         )
         valkey = EmbeddedValkey(folder / "valkey", chosen["valkey"], log=_log(folder, "valkey"))
         servers = [kafka.part(events), valkey.part()]
         addresses = [f"  kafka      {kafka.address}", f"  valkey     {valkey.url}"]
         if "cassandra" in chosen:
-            cassandra = EmbeddedCassandra(
-                folder / "cassandra", chosen["cassandra"], jars_folder=cache, log=_log(folder, "cassandra")
-            )
+            cassandra = EmbeddedCassandra(folder / "cassandra", chosen["cassandra"], log=_log(folder, "cassandra"))
             servers.append(cassandra.part(events))
             addresses.append(f"  cassandra  {cassandra.address}")
         address = _reachable(settings.serve.host), port
@@ -124,7 +115,6 @@ def own_parts(
     env = {
         **at_servers(settings, servers).environment(),
         "TAILRACE_SERVE__PORT": str(address[1]),
-        "TAILRACE_SPARK__CHECKPOINT": settings.spark.checkpoint or str(folder / "checkpoint"),
         "PYSPARK_PYTHON": sys.executable,
         "PYTHONUNBUFFERED": "1",
     }
@@ -178,7 +168,7 @@ def _service_port(settings: Settings) -> int:
 
 
 class _StreamsListed:
-    """A check that the service lists a stream, so the pipeline has completed a batch with sample events.
+    """A check that the service lists a stream, so the pipeline has taken sample events.
 
     It passes after a minute in any case, since a configuration may keep the samples out of the views.
     """

@@ -342,7 +342,7 @@ async def put_events(request: Request, service: Here, topic: Topic, parameters: 
 
 @operations.get("/v1/status", 503)
 async def status(health: Asked) -> Status:
-    """Return rates, lag, batch time and health of every part."""
+    """Return rates, lag, take time and health of every part."""
     return await health.status()
 
 

@@ -71,7 +71,6 @@ class Installation:
             "valkey__url": self.store.url,
             "valkey__prefix": self.prefix,
             "valkey__timeout": "2s",
-            "spark__checkpoint": str(self.folder / "checkpoint"),
             "spark__conf": json.dumps({"spark.driver.extraJavaOptions": QUICK_JAVA}),
             "spark__driver_memory": "512m",
         }

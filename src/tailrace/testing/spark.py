@@ -45,24 +45,18 @@ def use_spark_classes() -> subprocess.Popen[bytes] | None:
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-def _same(batches: Iterator[Any]) -> Iterator[Any]:
-    yield from batches
+def _same(rows: Iterator[Any]) -> Iterator[Any]:
+    yield from rows
 
 
 def _write(file: Path) -> None:
-    """Run a query and a batch of the pipeline's shape, and wait for the end of the JVM, which then writes the file."""
+    """Run jobs of the shapes that the pipeline and upkeep have; the JVM writes the file when it ends."""
     new = file.with_suffix(f".{os.getpid()}")
     os.environ[_OPTIONS] = f"{QUICK_JAVA} {quote(f'-XX:ArchiveClassesAtExit={new}')}"
-    spark = session(load(Path(os.devnull)))
-    columns = "id AS offset", "binary('') AS key", "'' AS headers", "timestamp_millis(id) AS time"
-    rows = spark.range(0, 100, 1, 2).selectExpr(*columns)
+    spark = session(load(Path(os.devnull)), hands=True)
+    spark.sparkContext.parallelize([0], 1).mapPartitions(_same).collect()
+    rows = spark.range(0, 100, 1, 2).selectExpr("id AS offset", "binary('') AS key", "timestamp_millis(id) AS time")
     rows.mapInArrow(_same, rows.schema).write.format("noop").mode("overwrite").save()
-    live = spark.readStream.format("rate").load().selectExpr("value AS offset", "timestamp AS time").coalesce(2)
-    query = live.mapInArrow(_same, live.schema).writeStream.format("noop").trigger(processingTime="100 milliseconds")
-    running = query.option("asyncProgressTrackingEnabled", "true").start()
-    while not (running.lastProgress or {}).get("numInputRows"):
-        running.awaitTermination(0.1)
-    running.stop()
     jvm = spark.sparkContext._gateway.proc
     spark.stop()
     jvm.stdin.close()

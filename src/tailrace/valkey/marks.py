@@ -45,9 +45,9 @@ def lowest(marks: Sequence[Mapping[Partition, int]]) -> dict[Partition, int]:
 def advance(
     shards: Shards, view: str, epoch: int, ends: Mapping[Partition, int], times: Mapping[Partition, int] | None = None
 ) -> None:
-    """Raise the marks of all shards to offsets that completed batches have passed, and their times if given.
+    """Raise the marks of all shards to offsets up to which everything is applied, and their times if given.
 
-    Only for ranges whose tasks have all succeeded: a shard that had no record in them gets its mark from here.
+    Only by the task that has applied it: a shard that had no record in them gets its mark from here.
     """
     if not ends:
         return

@@ -58,7 +58,7 @@ WATCH_S = 5.0
 SILENT_MS = 15_000
 """Silence after which a service process is buried."""
 AGAIN_MS = 300_000
-"""Time after which logs are dropped a second time; no task works on one batch for so long."""
+"""Time after which logs are dropped a second time; no task works on one take for so long."""
 AT_ONCE = 100
 """Most searches that one call ends, and whose logs are dropped at once."""
 
@@ -68,7 +68,7 @@ GONE, LATER = 1 << 62, -1
 
 
 class Scanner(threading.Thread):
-    """The driver's loop over the stretches to scan. It ends with the query whose driver epoch it has."""
+    """The driver's loop over the stretches to scan. It ends with the start whose driver epoch it has."""
 
     def __init__(
         self, settings: Settings, spark: Any, plan: Plan, shards: Shards, generations: Mapping[str, int]
@@ -117,7 +117,7 @@ class Scanner(threading.Thread):
         try:
             return bool(waiting) and self._scan(waiting)
         except BrokerUnavailable as error:
-            logger.warning("a scan waits: %s", error)  # the query decides whether it can go on without the broker
+            logger.warning("a scan waits: %s", error)  # the driver looks after it
             return False
 
     def _scan(self, waiting: Sequence[tuple[SearchLife, Stretch, Mapping[str, int]]]) -> bool:

@@ -415,7 +415,7 @@ class TagsDriver(ViewDriver):
         try:
             timing.ask()
         except BrokerUnavailable:
-            return  # the query knows best whether it can go on without the broker
+            return  # floors wait for the broker
         shards = start.shards
         partitions, levels = timing.levels()
         known = read_times(shards, VIEW)
