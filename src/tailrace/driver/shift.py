@@ -25,7 +25,7 @@ from confluent_kafka import Consumer, KafkaError, TopicPartition
 
 from tailrace.driver.one_pass import Host
 from tailrace.driver.slice import Plan, Slice, make_slice
-from tailrace.errors import PipelineError, StaleDriver, TailraceError
+from tailrace.errors import PipelineError, StaleDriver, StoreError, TailraceError
 from tailrace.kafka.broker import reader_properties
 from tailrace.log.event import Partition
 from tailrace.valkey.shards import Arg, Shards
@@ -90,6 +90,7 @@ class Answer(NamedTuple):
 
     verdict: str
     version: str = ""
+    """Version of the rota; with ``stale``, the epoch of the driver that has it."""
     age_ms: int = 0
     refused: int = 0
     partitions: frozenset[Partition] | None = None
@@ -98,7 +99,7 @@ class Answer(NamedTuple):
     def read(cls, answer: Sequence[Any]) -> Answer:
         verdict = answer[0].decode()
         if len(answer) < 3:
-            return cls(verdict)
+            return cls(verdict, *(each.decode() for each in answer[1:]))
         version, age_ms = answer[1].decode(), int(answer[2])
         if len(answer) == 3:
             return cls(verdict, version, age_ms)
@@ -184,7 +185,9 @@ class Hand:
                 next_collection = now + COLLECT_S
             answer = self._roll()
         if answer.verdict == "stale":
-            return ShiftEnd("stale", StaleDriver(self._shift.rota, self._shift.plan.epoch, -1))
+            return ShiftEnd("stale", StaleDriver(self._shift.rota, self._shift.plan.epoch, int(answer.version)))
+        if answer.verdict == "unready":
+            return ShiftEnd("failed", StoreError("the rota is gone: the store was emptied under the pipeline"))
         if answer.verdict in ("replaced", "ok"):
             return ShiftEnd("orphaned" if answer.verdict == "ok" else "replaced")
         self._advance()

@@ -9,7 +9,7 @@ local SILENT = 1500
 --   waiting   1 if the hand was refused a partition that another hand still has
 --   gave      how many labels follow that the hand no longer reads; after them, pairs of a partition and the offset up to
 --             which, not including it, the hand has applied everything
--- Answers stale: another driver has the rota; replaced: a later attempt has the hand; stop: the driver ends; relieved: a
+-- Answers unready: the store was emptied; stale: another driver has the rota; replaced: a later attempt has the hand; stop: the driver ends; relieved: a
 -- successor is ready; wait: the predecessor still works; ok. With wait and ok come the version of the rota, how many ms ago the
 -- driver was heard, and, if the version is another than the one seen or the hand waits: how many partitions it must wait for,
 -- and a list of those that it may read (with wait: that it will).
@@ -17,7 +17,8 @@ local function roll(keys, args)
   local tag, view, hand, token = keys[1], args[1], args[3], tonumber(args[4])
   local rota, hands, done = tag .. ':rota:' .. view, tag .. ':hands:' .. view, tag .. ':done:' .. view
   local known = redis.call('HMGET', rota, 'epoch', 'version', 'stop', 'beat', 'hand:' .. hand)
-  if known[1] ~= args[2] then return {'stale'} end
+  if not known[1] then return {'unready'} end
+  if known[1] ~= args[2] then return {'stale', known[1]} end
   local now, first = milliseconds(), 11 + tonumber(args[10])
   for i = 11, first - 1 do
     if redis.call('HGET', hands, 'holder:' .. args[i]) == hand then redis.call('HDEL', hands, 'holder:' .. args[i]) end
