@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
-from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
+from confluent_kafka.admin import NewPartitions
 
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
@@ -189,4 +194,70 @@ def test_what_kafka_dropped_while_the_pipeline_was_down_is_reported_as_a_gap(rig
     wait_for("what is left", lambda: len(stored()) >= 80)
     assert stored() == {f"{topic}:0:{offset}" for offset in (*range(50), *range(70, 100))}
     gap = {"source": f"{topic}:0", "first": 50, "until": 70}
-    assert installation.status()["gaps"] == [gap]
+    assert [each for each in installation.status()["gaps"] if each["source"] == f"{topic}:0"] == [gap]
+
+
+def test_a_time_in_nanoseconds_stops_nobody(rig: Rig) -> None:
+    installation = rig.installation
+    topic = installation.topic("nanoseconds", 1, **{"message.timestamp.after.max.ms": str(2**63 - 1)})
+    producer = rig.producer()
+    producer.produce(topic, b"{}", b"nanoseconds", timestamp=time.time_ns())
+    producer.produce(topic, b"{}", b"after")
+    producer.flush()
+    assert rig.stream("after", 1) == [f"{topic}:0:1"]
+    assert rig.stream("nanoseconds", 1) == [f"{topic}:0:0"]
+
+
+def test_partitions_that_are_added_are_read_and_nothing_is_restarted(rig: Rig) -> None:
+    installation = rig.installation
+    before = installation.status()["epoch"]
+    topic = installation.topic("grows", 1)
+    producer = rig.producer()
+    producer.produce(topic, b"{}", b"grows", partition=0)
+    producer.flush()
+    rig.stream("grows", 1)
+    installation.admin.create_partitions([NewPartitions(topic, 3)])[topic].result(30)
+    for partition in (1, 2):
+        wait_for("the partition", partial(_sent, rig.producer(), topic, partition))
+    assert sorted(rig.stream("grows", 3)) == [f"{topic}:{partition}:0" for partition in range(3)]
+    assert installation.status()["epoch"] == before
+
+
+def _sent(producer: Producer, topic: str, partition: int) -> bool:
+    """Return whether a record could be written; a broker may not know a new partition yet."""
+    outcomes: list[Any] = []
+    try:
+        producer.produce(topic, b"{}", b"grows", partition=partition, on_delivery=lambda e, _: outcomes.append(e))
+    except KafkaException:
+        return False
+    producer.flush(10)
+    return outcomes == [None]
+
+
+def test_records_that_expire_under_a_paused_pipeline_are_a_gap_and_the_rest_is_read(rig: Rig) -> None:
+    installation = rig.installation
+    topic, other = installation.topic("expires", 1), installation.topic("stays", 1)
+    load = Load(installation, topic, partitions=1).send(10)
+    epoch = wait_for("the pipeline", lambda: installation.status().get("epoch"))
+
+    def stored() -> set[str]:
+        return {event for stream in installation.view().values() for event in stream if event.startswith(topic)}
+
+    wait_for("the first", lambda: len(stored()) == 10)
+    stopped = [rig.pipeline.pid, *(process.pid for process in rig.pipeline.family())]
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    load.send(2_000)
+    installation.admin.delete_records([TopicPartition(topic, 0, 1_500)])[TopicPartition(topic, 0)].result(30)
+    for pid in stopped:
+        os.kill(pid, signal.SIGCONT)
+    producer = rig.producer()
+    producer.produce(other, b"{}", b"stays")
+    producer.flush()
+    wait_for("the rest", lambda: f"{topic}:0:2009" in stored())
+    rig.stream("stays", 1)
+    told = wait_for("the gap", lambda: [g for g in installation.status()["gaps"] if g["source"] == f"{topic}:0"])
+    lost = {offset for gap in told for offset in range(gap["first"], gap["until"])}
+    assert stored() == {f"{topic}:0:{offset}" for offset in range(2_010) if offset not in lost}
+    assert lost <= set(range(10, 1_500))
+    assert installation.status()["epoch"] == epoch

@@ -42,7 +42,7 @@ def standing(
         yield standing
 
 
-def test_a_query_whose_python_worker_is_killed_goes_on(standing: Standing) -> None:
+def test_a_pipeline_whose_python_workers_are_killed_goes_on(standing: Standing) -> None:
     pipeline, installation = standing.pipeline(), standing.installation
     with Load(installation, installation.topic("workers"), rate=1_000) as load:
         before = installation.status()

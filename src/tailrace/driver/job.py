@@ -279,10 +279,14 @@ class Rota:
         new, gone = listed - on - self._off, on - listed
         if not new and not gone:
             return []
-        wanted = {each.topic: topics[each.topic] for each in new}
+        # Only what is new: of other partitions a hand may be about to read what the marks would be moved over.
+        numbers: dict[str, list[int]] = {}
+        for each in new:
+            numbers.setdefault(each.topic, []).append(each.partition)
+        wanted = {name: Topic(name, topics[name].id, tuple(sorted(of_it))) for name, of_it in numbers.items()}
         starts, lost = self.starts(wanted, self._broker.bounds(wanted.values()))
-        self.crew.assign({each: offset for each, offset in starts.items() if each in new}, list(gone))
-        return [each for each in lost if Partition.parse(each.source) in new]
+        self.crew.assign(starts, list(gone))
+        return lost
 
     def given_up(self, errors: Mapping[Partition, str]) -> None:
         """Take partitions that hands gave up off the rota; a later look at the topics puts them on again."""

@@ -73,6 +73,7 @@ class Installation:
             "valkey__timeout": "2s",
             "spark__conf": json.dumps({"spark.driver.extraJavaOptions": QUICK_JAVA}),
             "spark__driver_memory": "512m",
+            "spark__shift": "2s",  # so that tasks take over from each other in every test
         }
         return {"TAILRACE_CONFIG": os.devnull} | {
             f"TAILRACE_{name.upper()}": value for name, value in (settings | changes).items()
