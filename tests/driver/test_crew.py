@@ -20,7 +20,7 @@ from tailrace.driver import shift as shifts
 from tailrace.driver.crew import Crew, CrewReport, shared_by
 from tailrace.driver.shift import Hand, Shift, ShiftEnd, work
 from tailrace.embedded.kafka import EmbeddedKafka
-from tailrace.errors import TailraceError
+from tailrace.errors import StaleDriver, TailraceError
 from tailrace.log.event import Partition
 from tailrace.testing.fixtures import unique_name
 from tailrace.testing.installation import wait_for
@@ -263,6 +263,24 @@ def test_hands_leave_soon_when_the_driver_stops_or_is_not_heard(
         crew.tick()
         wait_tick("another hand", crew, lambda said: said.held)
     assert ends == ["orphaned", "stop"]
+
+
+def test_a_driver_that_was_overtaken_cannot_change_or_stop_the_rota_of_the_other(
+    kafka: EmbeddedKafka, store: StoreOptions
+) -> None:
+    place = Place(kafka, store, 1)
+    with place.crew(alive) as old:
+        old.assign(place.all())
+        place.writer = Writer(store, VIEWS)
+        with place.crew(alive) as new:
+            new.assign(place.all())
+            for change in (old.tick, lambda: old.assign({}), lambda: old.assign({}, list(place.all()))):
+                with pytest.raises(StaleDriver):
+                    change()
+            old.stop()
+            place.send(10)
+            place.wait_applied(new)
+    place.check()
 
 
 # The sharing of partitions.

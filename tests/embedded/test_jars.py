@@ -53,12 +53,6 @@ def test_the_lock_names_each_file_once_with_its_hash_and_a_known_set() -> None:
     assert "://" not in jars.LOCK.read_text(encoding="utf-8")
 
 
-def test_the_connector_is_that_of_the_installed_spark() -> None:
-    pyspark = pytest.importorskip("pyspark")
-    connector = next(jar for jar in jars.read_lock("spark") if jar.artifact.startswith("spark-sql-kafka"))
-    assert connector.version == pyspark.__version__
-
-
 def test_a_fetched_jar_is_the_locked_one_and_stays_when_the_network_is_gone(
     tmp_path: Path, repository: dict[str, str]
 ) -> None:

@@ -21,9 +21,9 @@ import msgspec
 
 from tailrace.driver.shift import HandReport, Shift, ShiftEnd, hand_task
 from tailrace.driver.source import LIVE
-from tailrace.errors import PipelineError, TailraceError
+from tailrace.errors import PipelineError, StaleDriver, TailraceError
 from tailrace.log.event import Partition
-from tailrace.valkey.shards import Command, Shards, mapping
+from tailrace.valkey.shards import Arg, Command, Shards, mapping
 
 logger = logging.getLogger(__name__)
 
@@ -87,50 +87,49 @@ class Crew:
         self._work, self._shards, self._shift, self._hands = work, shards, shift, hands
         self._shift_s = shift_s
         keys = shards.keys
-        self._rota, self._reports, self._done = (each(shift.rota) for each in (keys.rota, keys.hands, keys.done))
+        self._reports, self._done = keys.hands(shift.rota), keys.done(shift.rota)
         self._shared: dict[Partition, int] = {}
         self._version = 0
         self._number = 0
         self._jobs: dict[int, list[_Job]] = {hand: [] for hand in range(hands)}
         self._before: dict[tuple[int, int], HandReport] = {}
         """Last report of each shift: those of shifts that ended count, too."""
-        shards.run_all([(0, ("DEL", self._rota, self._reports, self._done))])
-        self._write({})
+        self._post()
 
     def assign(self, starts: Mapping[Partition, int], gone: Sequence[Partition] = ()) -> None:
         """Put partitions on the rota, from offsets below which everything is applied, and take others off it."""
         kept = [partition for partition in self._shared if partition not in gone]
         self._shared = shared_by([*kept, *starts], self._hands, self._shared)
-        if starts:
-            pairs = [part for partition, offset in starts.items() for part in (str(partition), offset)]
-            self._shards.run_all([(0, ("HSET", self._done, *pairs))])
         self._version += 1
-        lists: dict[str, bytes] = {}
+        fields: list[Arg] = ["version", self._version]
         for hand in range(self._hands):
             labels = [str(partition) for partition, each in self._shared.items() if each == hand]
-            lists[f"hand:{hand}"] = _encode(labels)
-        self._write(lists)
-        if gone:
-            self._shards.run_all([(0, ("HDEL", self._done, *map(str, gone)))])
+            fields += [f"hand:{hand}", _encode(labels)]
+        self._post(*fields, starts=starts, gone=gone)
 
     @property
     def partitions(self) -> Sequence[Partition]:
         """Partitions on the rota."""
         return list(self._shared)
 
-    def _write(self, fields: Mapping[str, bytes]) -> None:
-        flat = [part for field in fields.items() for part in field]
-        head = ("epoch", self._shift.plan.epoch, "version", self._version, "beat", self._clock())
-        self._shards.run_all([(0, ("HSET", self._rota, *head, *flat))])
+    def _post(
+        self, *fields: Arg, starts: Mapping[Partition, int] | None = None, gone: Sequence[Partition] = ()
+    ) -> None:
+        """Write to the rota, and be heard by the hands.
 
-    def _clock(self) -> int:
-        """Return the store's clock in milliseconds: the age of the driver's beat is judged by it."""
-        seconds, micros = self._shards.run_all([(0, ("TIME",))])[0]
-        return int(seconds) * 1000 + int(micros) // 1000
+        Raises:
+            StaleDriver: The rota is another driver's by now.
+        """
+        begins = [part for partition, offset in (starts or {}).items() for part in (str(partition), offset)]
+        epoch = self._shift.plan.epoch
+        head = self._shift.rota, epoch, len(starts or {}), *begins, len(gone), *map(str, gone)
+        answer = self._shards.call(0, "post", *head, *fields)
+        if answer[0] == b"stale":
+            raise StaleDriver(self._shift.rota, epoch, int(answer[1]))
 
     def tick(self) -> None:
         """Tell the hands that the driver lives, start the jobs that are missing, and raise what went wrong in one."""
-        self._shards.run_all([(0, ("HSET", self._rota, "beat", self._clock()))])
+        self._post()
         now = time.monotonic()
         for hand, jobs in self._jobs.items():
             for job in [job for job in jobs if not job.is_alive()]:
@@ -176,7 +175,7 @@ class Crew:
         """Let all hands leave, and wait a little for them."""
         jobs = [job for each in self._jobs.values() for job in each]
         try:
-            self._shards.run_all([(0, ("HSET", self._rota, "stop", "1"))])
+            self._post("stop", 1)
         except TailraceError as error:
             logger.warning("the hands cannot be told to leave (%s): their epoch shuts them out", error)
         until = time.monotonic() + LEAVE_S

@@ -3,6 +3,25 @@
 -- A hand that has not rolled for so many ms is taken for dead: its successor, or another hand, begins without its word.
 local SILENT = 1500
 
+-- post(view, driver epoch, starts, label, offset…, gone, label…, field, value…): the driver writes its rota, and is heard.
+--   starts    how many partitions with the offset up to which, not including it, everything is applied
+--   gone      how many partitions that are on the rota no longer
+-- The first call of an epoch begins a new rota. Answers stale with the epoch of a driver that has come since, or ok.
+local function post(keys, args)
+  local tag, view, epoch = keys[1], args[1], tonumber(args[2])
+  local rota, hands, done = tag .. ':rota:' .. view, tag .. ':hands:' .. view, tag .. ':done:' .. view
+  local owner = tonumber(redis.call('HGET', rota, 'epoch') or '0')
+  if owner > epoch then return {'stale', text(owner)} end
+  if owner < epoch then redis.call('DEL', rota, hands, done) end
+  local first = 4 + 2 * tonumber(args[3])
+  for i = 4, first - 1, 2 do redis.call('HSET', done, args[i], args[i + 1]) end
+  local last = first + tonumber(args[first])
+  for i = first + 1, last do redis.call('HDEL', done, args[i]) end
+  redis.call('HSET', rota, 'epoch', args[2], 'beat', text(milliseconds()))
+  for i = last + 1, #args, 2 do redis.call('HSET', rota, args[i], args[i + 1]) end
+  return {'ok'}
+end
+
 -- roll(view, driver epoch, hand, token, version seen, ready, leaving, waiting, report, gave, labels given up…, label, offset…)
 --   token     shift × 1000 + attempt; of two tasks with the same hand, the one with the higher token stays
 --   ready     1 if a successor has its connections open and takes over as soon as it may
@@ -69,4 +88,5 @@ local function roll(keys, args)
 end
 
 -- A hand must be able to leave, and the driver to stop it, also when the store is full.
+register_for_full('tailrace_post_VERSION', post)
 register_for_full('tailrace_roll_VERSION', roll)
