@@ -119,20 +119,18 @@ class SourceEvents(msgspec.Struct):
 
     marks: Mapping[Partition, int]
     """Marks of the tag's shard; events beyond them are not erased."""
-    places: dict[int, int] = {}
-    """Events in each segment, by its index, or in each bucket, by its start."""
+    places: set[int] = set()
+    """Indexes of the segments, or starts of the buckets, that they are in."""
     offsets: dict[Partition, int] = {}
     """Last offset of each partition."""
     number: int = 0
     """The highest."""
+    events: int = 0
     unreadable: int = 0
 
-    @property
-    def events(self) -> int:
-        return sum(self.places.values())
-
     def add(self, place: int, partition: Partition, offset: int, number: int) -> None:
-        self.places[place] = self.places.get(place, 0) + 1
+        self.events += 1
+        self.places.add(place)
         self.offsets[partition] = max(offset, self.offsets.get(partition, offset))
         self.number = max(number, self.number)
 
@@ -161,7 +159,7 @@ class Erasing(ABC):
         return self.facts()
 
     def run(self, shards: Shards, lease: JobLease) -> None:
-        """Erase the source; raise BadRequest if no such tag has its events, StaleUpkeep if another process took over."""
+        """Erase the source; raise BadRequest if no such tag has its events, StaleUpkeep if another job took over."""
         wanted = self._wanted(shards)
         staging = Staging(shards, VIEW, lease.token)
         self._begin(staging)

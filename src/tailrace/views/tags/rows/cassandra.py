@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from importlib import resources
 from typing import Any, Final
@@ -178,8 +178,7 @@ def prepare(options: CassandraSettings, keep: timedelta | None = None) -> None:
 
     Raises StoreMismatch, before anything is changed, if an existing table has other columns.
     """
-    connection = CassandraConnection(options).open()
-    try:
+    with closing(CassandraConnection(options)) as connection:
         if not connection.execute(
             "SELECT keyspace_name FROM system_schema.keyspaces WHERE keyspace_name = %s", (options.keyspace,)
         ):
@@ -191,8 +190,6 @@ def prepare(options: CassandraSettings, keep: timedelta | None = None) -> None:
             connection.execute(statement)
         _expire(connection, "tag_views", keep)
         _expire(connection, "tag_buckets", keep and keep + BUCKET_MARGIN)
-    finally:
-        connection.close()
 
 
 def _schema() -> dict[str, str]:

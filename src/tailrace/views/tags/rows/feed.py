@@ -390,7 +390,8 @@ class TagRowsFeed:
                 continue
             item = line.pop()
             assert not isinstance(item, LostNumbers)
-            if not self._shows(item.row):
+            is_after = self._until is not None and order(item.row.timeuuid) > order(self._until)
+            if is_after or not shows_row(self._filters[item.row.tag], item.row):
                 self._moved = True
                 continue
             self._moved = False
@@ -426,11 +427,6 @@ class TagRowsFeed:
             while self._announced and self._announced[0] <= ms_of(read_to):
                 self._announced.popleft()
         return best
-
-    def _shows(self, row: StoredRow) -> bool:
-        if self._until is not None and order(row.timeuuid) > order(self._until):
-            return False
-        return shows_row(self._filters[row.tag], row)
 
     def _lost(self, line: TagLine) -> AnyFrame:
         if self._fails:

@@ -359,17 +359,14 @@ class ResumePoint:
         if position <= self._order:
             return
         self.low, self._order = timeuuid, position
-        if self._partitions:
-            self._partitions = {key: each for key, each in self._partitions.items() if order(each[1]) > position}
-        if self.sources:
-            self.sources = {source: each for source, each in self.sources.items() if order(each[1]) > position}
+        self._partitions = {key: each for key, each in self._partitions.items() if order(each[1]) > position}
+        self.sources = {source: each for source, each in self.sources.items() if order(each[1]) > position}
         if open_searched:
             self.close_below()
 
     def close_below(self) -> None:
         """Drop sources that were open at the start, below the low timeuuid, and were not found."""
-        if self.open:
-            self.open = {key: each for key, each in self.open.items() if order(last_of(each.since_ms)) > self._order}
+        self.open = {key: each for key, each in self.open.items() if order(last_of(each.since_ms)) > self._order}
 
     def position(self, held: Collection[OpenSource]) -> TagPosition:
         """Return the position to resume at, with the held sources."""

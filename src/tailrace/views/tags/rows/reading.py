@@ -133,32 +133,28 @@ class BacktrackSchedule:
     """The times at which a reader searches the past again for rows that appeared late."""
 
     def __init__(self, settings: ReadSettings, now_ms: int) -> None:
-        self._settings = settings
-        self._short_due = now_ms + (settings.short_ms or 0)
-        self._long_due = now_ms + (settings.long_ms or 0)
+        self._settings, self._searched_ms, self._searched_long_ms = settings, now_ms, now_ms
 
     @property
     def due_ms(self) -> int | None:
         """Time of the next search; None: never."""
-        return None if self._settings.short_ms is None else self._short_due
+        return None if self._settings.short_ms is None else self._searched_ms + self._settings.short_ms
 
     def since_ms(self, scanned_ms: int, now_ms: int) -> int | None:
         """Return the millisecond to search from, for a reader that has scanned to one; None if no search is due."""
         settings = self._settings
-        if not _is_due(self._short_due, settings.short_ms, now_ms):
+        if not _is_over(self._searched_ms, settings.short_ms, now_ms):
             return None
-        self._short_due = now_ms + (settings.short_ms or 0)
-        period_ms = settings.short_period_ms
-        if _is_due(self._long_due, settings.long_ms, now_ms):
-            self._long_due = now_ms + (settings.long_ms or 0)
-            period_ms = settings.long_period_ms
+        self._searched_ms, period_ms = now_ms, settings.short_period_ms
+        if _is_over(self._searched_long_ms, settings.long_ms, now_ms):
+            self._searched_long_ms, period_ms = now_ms, settings.long_period_ms
         furthest_ms = bucket_start(scanned_ms, settings.span_ms) - settings.span_ms
         return furthest_ms if period_ms is None else max(furthest_ms, scanned_ms - period_ms)
 
 
-def _is_due(due_ms: int, every_ms: int | None, now_ms: int) -> bool:
+def _is_over(begin_ms: int, interval_ms: int | None, now_ms: int) -> bool:
     """Return True if an interval is over, also if the clock was set back to before it began."""
-    return every_ms is not None and not due_ms - every_ms <= now_ms < due_ms
+    return interval_ms is not None and not begin_ms <= now_ms < begin_ms + interval_ms
 
 
 class HeldSource:
