@@ -59,7 +59,8 @@ class SessionPlan(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, settings: Settings) -> SessionPlan:
-        return cls(settings.sessions.topics, settings.sessions.stream, store=SessionOptions.of(settings))
+        sessions = settings.sessions
+        return cls(sessions.topics, sessions.stream, store=SessionOptions.of(sessions))
 
     def writer(self, plan: Plan) -> Writer:
         return SessionsWriter(plan.store.shards, self, plan.dead_letters)
