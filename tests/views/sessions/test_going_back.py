@@ -185,7 +185,7 @@ async def test_a_stream_that_was_trimmed_to_nothing_has_the_rest_in_kafka_and_go
         given = [frame for frame in await read(feeds, follow=False) if isinstance(frame, EventFrame)]
         await track.trim(feeds, 100)
         await track.trim(feeds, 100, "other")
-        assert await feeds.parts.live.first(track.stream()) is None
+        assert await feeds.live.first(track.stream()) is None
         rest = await read(feeds, after=given[0].cursor, follow=False)
         assert (samples(rest), gaps(rest)) == (whole, [])
         track.write(track.periodic("lap", 800, [7.0]))

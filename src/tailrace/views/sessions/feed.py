@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import time
 from collections.abc import AsyncGenerator, Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -37,7 +38,6 @@ from tailrace.views.sessions.reader import LostStretch
 from tailrace.views.sessions.request import (
     FromSessionCursor,
     Line,
-    Selection,
     SessionCursor,
     SessionRequest,
     SessionStart,
@@ -149,33 +149,13 @@ def _items(series: Sequence[LineSeries]) -> Iterator[tuple[Line, Times, Values]]
             times, values = times[end:], values[end:]
 
 
-class SessionFeeds:
-    def __init__(self, parts: SessionParts, clock: Callable[[], int]) -> None:
-        self.parts = parts
-        self._clock = clock
-
-    async def open(self, request: SessionRequest, form: Form = as_json) -> SessionFeed:
-        """Check the request against the session and find its start, before anything is sent.
-
-        Raises:
-            SessionNotFound: There is no such session, and the request does not wait.
-            BadRequest: It lacks a requested channel.
-            CursorGone: The start is gone, and the request wants no gaps.
-        """
-        feed = SessionFeed(self.parts, request, form, self._clock)
-        await feed.begin()
-        return feed
-
-
 class SessionFeed:
     """An open feed: ``async for`` yields batches of frames until it ends; ``aclose`` ends it early."""
 
-    def __init__(self, parts: SessionParts, request: SessionRequest, form: Form, clock: Callable[[], int]) -> None:
-        self._parts, self._request, self._form, self._clock = parts, request, form, clock
-        self._selection = Selection(request.channels, request.raw)
+    def __init__(self, parts: SessionParts, request: SessionRequest, form: Form) -> None:
+        self._parts, self._request, self._form = parts, request, form
         self._until_time = request.until if isinstance(request.until, int) else None
         """Samples after this time (ns) are left out."""
-        self._until_cursor = request.until if isinstance(request.until, SessionCursor) else None
         self._life: SessionLife | None = None
         self._thinner: Thinner[Line] = Thinner(request.thinning)
         self._unsent: UnsentSamples | None = None
@@ -196,6 +176,23 @@ class SessionFeed:
         self._ended = self._moved = self._dropping = False
         self._wait = _Wait()
 
+    @classmethod
+    async def open(cls, parts: SessionParts, request: SessionRequest, form: Form = as_json) -> SessionFeed:
+        """Check the request against the session and find its start, before anything is sent.
+
+        Raises:
+            SessionNotFound: There is no such session, and the request does not wait.
+            BadRequest: It lacks a requested channel.
+            CursorGone: The start is gone, and the request wants no gaps.
+        """
+        feed = cls(parts, request, form)
+        try:
+            await feed._begin()
+        except BaseException:
+            await feed.aclose()
+            raise
+        return feed
+
     @property
     def cursor(self) -> str:
         """Cursor of the feed; empty while there is no session."""
@@ -215,28 +212,6 @@ class SessionFeed:
         """Continue at the live end, and report that: the viewer is too slow."""
         self._dropping = True
         self._wait.wake.set()
-
-    async def begin(self) -> None:
-        """Join the session, if it exists, and read its first entries."""
-        try:
-            located = await self._parts.live.get(self._request.identity)
-            if located is None or located.json is None:
-                if self._request.missing == "fail":
-                    raise SessionNotFound(
-                        f"no session is called {self._request.identity!r}: see the list of sessions, or wait for it "
-                        "with missing=wait"
-                    )
-                return
-            await self._join(located, self._request.start)
-            while self._life is not None and (lost := await self._life.fill()) is not None:
-                if await self._resumes(self._life, lost):
-                    continue
-                if self._request.on_gap == "fail":
-                    raise lost.error(self._request.identity)
-                break
-        except BaseException:
-            await self.aclose()
-            raise
 
     async def aclose(self) -> None:
         self._ended = True
@@ -262,6 +237,24 @@ class SessionFeed:
 
     # The begin.
 
+    async def _begin(self) -> None:
+        """Join the session, if it exists, and read its first entries."""
+        located = await self._parts.live.get(self._request.identity)
+        if located is None or located.json is None:
+            if self._request.missing == "fail":
+                raise SessionNotFound(
+                    f"no session is called {self._request.identity!r}: see the list of sessions, or wait for it with "
+                    "missing=wait"
+                )
+            return
+        await self._join(located, self._request.start)
+        while self._life is not None and (lost := await self._life.fill()) is not None:
+            if await self._resumes(self._life, lost):
+                continue
+            if self._request.on_gap == "fail":
+                raise lost.error(self._request.identity)
+            break
+
     async def _appears(self) -> bool:
         located = await self._parts.live.get(self._request.identity)
         if located is not None and located.json is not None:
@@ -277,9 +270,7 @@ class SessionFeed:
     async def _join(self, located: Located, start: SessionStart, is_latest: bool = True) -> None:
         """Follow the session from a start on: its latest life, or without ``is_latest`` this one."""
         is_resumed = isinstance(start, FromSessionCursor)
-        life = self._life = await SessionLife.join(
-            self._parts, located, self._selection, self._until_cursor, self._wait.wake, is_latest
-        )
+        life = self._life = await SessionLife.join(self._parts, located, self._request, self._wait.wake, is_latest)
         begin = await begin_life(life, start)
         if begin.is_over:
             await self._expect(life, life.located)  # the rest of the earlier life first, if it was in this stream
@@ -449,7 +440,7 @@ class SessionFeed:
 
     def _left_ns(self) -> int | None:
         """Return the time that a live feed still waits; None if it has no time at which it ends."""
-        return None if self._until_time is None else self._until_time + GRACE_NS - self._clock() * 1_000_000
+        return None if self._until_time is None else self._until_time + GRACE_NS - time.time_ns()
 
     def _flush(self) -> list[AnyFrame]:
         self._joined.add(self._thinner.flush())
@@ -587,8 +578,8 @@ class _Joined(msgspec.Struct):
 
     def add_events(self, events: Iterable[dict[str, Any]], since: int | None, until: int | None) -> None:
         for event in events:
-            time = int(event["time"])
-            if (since is None or time >= since) and (until is None or time <= until):
+            at = int(event["time"])
+            if (since is None or at >= since) and (until is None or at <= until):
                 self.events.append(event)
 
 

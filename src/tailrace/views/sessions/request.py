@@ -300,9 +300,7 @@ class SessionRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     identity: str
     start: SessionStart
-    channels: tuple[str, ...] = ()
-    """Ids, names, parameters or patterns; empty for all."""
-    raw: bool = False
+    selection: Selection = Selection()
     thinning: Thinning | None = None
     until: int | SessionCursor | None = None
     limit: int | None = None
@@ -357,8 +355,7 @@ def make_session_request(
     return SessionRequest(
         identity=identity,
         start=begin,
-        channels=names,
-        raw=parameters.raw,
+        selection=Selection(names, parameters.raw),
         thinning=parse_thinning(parameters.pixel, parameters.rate),
         until=parse_session_until(parameters.until, now_ms) if parameters.until else None,
         limit=parameters.limit,

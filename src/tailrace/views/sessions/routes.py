@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, aclosing
 from datetime import UTC, datetime, timedelta
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from typing import Annotated, Any
 
@@ -52,7 +52,7 @@ from tailrace.log.cursor import BEGINNING, id_text
 from tailrace.log.event import iso_time
 from tailrace.log.request import AnyFrame, ControlFrame, EventFrame
 from tailrace.views.sessions.configuration import Channels, Conversion, TextTable, bindings_in
-from tailrace.views.sessions.feed import SessionFeed, SessionFeeds, as_bytes, message
+from tailrace.views.sessions.feed import SessionFeed, as_bytes, message
 from tailrace.views.sessions.life import SessionParts
 from tailrace.views.sessions.reader import Archive, StreamHub
 from tailrace.views.sessions.request import make_session_request
@@ -83,8 +83,7 @@ class SessionsService(ViewService):
             settings.pipeline.max_depth,
         )
         unread = service.metrics.bursts_unread.inc
-        parts = SessionParts(self.streams, archive, settings.sessions.container, unread)
-        self.feeds = SessionFeeds(parts, now_ms)
+        self.parts = SessionParts(self.streams, archive, settings.sessions.container, unread)
 
     async def start(self, stack: AsyncExitStack) -> None:
         stack.push_async_callback(self._records.close)
@@ -180,7 +179,7 @@ async def follow_session(
 ) -> Response:
     """Follow a session's samples and events: from anywhere, then live; resumable after every burst."""
     wanted = make_session_request(identity, parameters, now_ms=now_ms(), last_event_id=last_event_id)
-    return answer_feed(request, sessions.service, wanted, parameters.format, sessions.feeds.open)
+    return answer_feed(request, sessions.service, wanted, parameters.format, partial(SessionFeed.open, sessions.parts))
 
 
 def _row(located: Located) -> dict[str, Any]:
@@ -281,7 +280,7 @@ async def session_live(websocket: WebSocket) -> None:
     parameters = read_parameters(SessionFeedParameters, websocket.query_params)
     request = make_session_request(identity, parameters, now_ms=now_ms())
     assert request is not None
-    feed = await sessions.feeds.open(request, as_bytes)
+    feed = await SessionFeed.open(sessions.parts, request, as_bytes)
     live = LiveFeed(feed, sessions.settings.sessions)
     try:
         await converse(service, websocket, live)
