@@ -34,7 +34,7 @@ async def feeds_of(
     nodes = Nodes(store)
     live = LiveSessions(nodes, template)
     try:
-        async with StreamHub(live, ring) as hub:
+        async with aclosing(StreamHub(live, ring)) as hub:
             yield SessionParts(hub, archive)
     finally:
         await nodes.close()

@@ -419,9 +419,6 @@ class Channels:
     def __iter__(self) -> Iterator[Channel]:
         return iter(self._channels.values())
 
-    def __len__(self) -> int:
-        return len(self._channels)
-
     def get(self, channel: int) -> Channel | None:
         return self._channels.get(channel)
 

@@ -5,17 +5,7 @@ as a gap. Samples that it held in an open cell when it stopped, it reads again. 
 session's hash, and writers write the hash before the stream, so nothing is lost between the two: ``caught-up`` marks
 the begin of live samples.
 
-A frame as JSON:
-
-    {"session": "lap-7", "position": "1789200000000-3", "range": ["1789…", "1789…"], "json": {…},
-     "channels": [{"channel": 1, "name": "vCar:Chassis", "unit": "km/h", "start": "1789200000000000000",
-                   "t": [0, 5000000], "v": [12.5, null]}],
-     "events": [{"id": 4, "app": "engine", "time": "1789…", "text": "over speed", "values": [301.5]}]}
-
-The binary form is the length of a header (32 bits, little-endian), the header, which is JSON and has the cursor as
-``id``, zeros up to a multiple of eight, and the samples: for each channel ``n`` times as int64 at ``times`` and as many
-values as float64 at ``values``, in bytes from the begin of the samples; texts are in the header, as ``v``. Offsets of
-times in JSON are below 2^53.
+``docs/sessions.md`` describes the two forms of a frame, JSON and binary. Offsets of times in JSON are below 2^53.
 """
 
 from __future__ import annotations
@@ -44,7 +34,7 @@ from tailrace.views.sessions.request import (
     StreamPosition,
     UnsentSamples,
 )
-from tailrace.views.sessions.samples import LineSeries, Thinner, Times, Values, between, concatenated
+from tailrace.views.sessions.samples import LineSeries, Thinner, Times, Values, between, by_line, concatenated
 from tailrace.views.sessions.streams import Located
 from tailrace.views.sessions.telemetry import CLOSED
 
@@ -133,10 +123,7 @@ def _named(line: Line) -> dict[str, Any]:
 
 def _items(series: Sequence[LineSeries]) -> Iterator[tuple[Line, Times, Values]]:
     """Yield the samples of each line, in as few slices as the limit of offsets allows."""
-    lines: dict[Line, list[LineSeries]] = {}
-    for each in series:
-        lines.setdefault(each.line, []).append(each)
-    for line, found in lines.items():
+    for line, found in by_line(series).items():
         whole = found[0] if len(found) == 1 else concatenated(found)
         times, values = whole.times, whole.values
         while len(times):

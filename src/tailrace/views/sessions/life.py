@@ -546,7 +546,7 @@ async def _in_kafka(life: SessionLife, located: Located, cursor: SessionCursor) 
         if lost_after.in_stream:
             return None
         hole = Hole(bounds.low, LostStretch(lost_after, StreamPosition.of(trimmed), "trimmed"))
-    elif not bounds.is_exact:
+    elif bounds.low != bounds.high:
         lost = LostStretch(lost_after, StreamPosition.at_offset(bounds.high), "trimmed", back=True)
         hole = Hole(bounds.low, lost)
     kafka = KafkaReader(archive, live, located, partition, after, BEGINNING if hole else position.entry, hole)

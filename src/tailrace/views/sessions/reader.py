@@ -28,7 +28,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
-from types import TracebackType
 from typing import Any, TypeVar, cast
 from weakref import WeakValueDictionary
 
@@ -167,7 +166,7 @@ class Tap:
 
 
 class StreamHub:
-    """The shared readers of a process. Use as ``async with``: its tasks end with it.
+    """The shared readers of a process; ``aclose`` ends their tasks.
 
     ``ring_bytes`` limits the buffered entries of all streams together, and the forms derived from them.
     """
@@ -178,25 +177,17 @@ class StreamHub:
         self._forms: deque[tuple[dict[Hashable, Any], Hashable, int]] = deque()
         self._forms_size = 0
         self._interned: WeakValueDictionary[Hashable, Hashable] = WeakValueDictionary()
-        self._taps: dict[str, Tap] = {}
+        self.taps: dict[str, Tap] = {}
+        """The followed streams, by name."""
         self._readers: dict[str, asyncio.Task[None]] = {}
 
-    async def __aenter__(self) -> StreamHub:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def aclose(self) -> None:
         readers = list(self._readers.values())
         self._readers.clear()
-        self._taps.clear()
+        self.taps.clear()
         for reader in readers:
             reader.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
-
-    @property
-    def followed(self) -> int:
-        return len(self._taps)
 
     def form(
         self, entry: StreamEntry, form: Hashable, make: Callable[[StreamEntry], T], size_of: Callable[[T], int]
@@ -225,9 +216,9 @@ class StreamHub:
     @contextlib.asynccontextmanager
     async def follow(self, stream: str, waiter: asyncio.Event) -> AsyncIterator[Tap]:
         """Follow a stream: ``waiter`` is set whenever its tap changes. StoreUnavailable if the store is silent."""
-        tap = self._taps.get(stream)
+        tap = self.taps.get(stream)
         if tap is None:
-            tap = self._taps[stream] = Tap(stream)
+            tap = self.taps[stream] = Tap(stream)
             self._readers[stream] = asyncio.create_task(self._read(tap), name=f"stream {stream}")
         tap.waiters.add(waiter)
         try:
@@ -239,8 +230,8 @@ class StreamHub:
             yield tap
         finally:
             tap.waiters.discard(waiter)
-            if not tap.waiters and self._taps.get(stream) is tap:
-                del self._taps[stream]
+            if not tap.waiters and self.taps.get(stream) is tap:
+                del self.taps[stream]
                 self._readers.pop(stream).cancel()
 
     async def _read(self, tap: Tap) -> None:
@@ -268,12 +259,12 @@ class StreamHub:
         while True:
             command = ("XREAD", "COUNT", READ_ENTRIES, "BLOCK", BLOCK_MS, "STREAMS", key, id_text(tap.head))
             answer = await self.live.nodes.block_keyed(key, reader, command, BLOCK_MS / 1000)
-            gone = await self.live.trimmed_newest(tap.stream) if answer else BEGINNING
-            if gone > tap.head and gone <= await self.live.last_generated_id(tap.stream):
+            gone = await self.live.trimmed(tap.stream) if answer else None
+            if gone is not None and tap.head < gone <= await self.live.last_generated_id(tap.stream):
                 tap.restart(gone)  # entries were trimmed before they were read: followers ask the store
             # No await from here until the followers are woken: they see a tap before or after the change.
             for _, entries in answer.items() if isinstance(answer, dict) else answer or ():
-                tap.add(map(entry_of, entries), max(1 << 16, self._ring_bytes // max(1, len(self._taps))))
+                tap.add(map(entry_of, entries), max(1 << 16, self._ring_bytes // max(1, len(self.taps))))
                 read_at = clock()
             if answer:
                 tap.wake()

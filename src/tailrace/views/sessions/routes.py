@@ -87,7 +87,7 @@ class SessionsService(ViewService):
 
     async def start(self, stack: AsyncExitStack) -> None:
         stack.push_async_callback(self._records.close)
-        await stack.enter_async_context(self.streams)
+        stack.push_async_callback(self.streams.aclose)
 
     def intervals(self) -> Mapping[str, timedelta | None]:
         sessions = self.settings.sessions

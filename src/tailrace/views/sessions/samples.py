@@ -26,7 +26,6 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 from numpy.typing import NDArray
 
 from tailrace.errors import BadBurst
@@ -100,21 +99,12 @@ class State(msgspec.Struct, Generic[K], frozen=True):
         return self.cell, self.origin
 
 
-Step = tuple[tuple[Series[K], ...], State[K]]
-"""Output, and the state afterwards."""
-
-
 def step(
     thinning: Thinning, state: State[K], before: StreamPosition, newest: int | None, series: Iterable[Series[K]]
-) -> Step[K]:
-    """Thin the samples of one entry.
+) -> tuple[tuple[Series[K], ...], State[K]]:
+    """Thin the samples of one entry; return the output, and the state afterwards.
 
-    Args:
-        thinning: the rule.
-        state: state before the entry.
-        before: position before the entry.
-        newest: time of the newest sample in it, of any channel.
-        series: samples of the selected lines.
+    ``before`` is the position before the entry, and ``newest`` the time of the newest sample in it, of any channel.
     """
     if newest is None:
         return (), state
@@ -122,7 +112,7 @@ def step(
     if state.cell is not None:
         cell = max(cell, state.cell)
     held = {each.line: each for each in state.held}
-    brought = _by_line(series)
+    brought = by_line(series)
     for line, found in brought.items():
         if (open_one := held.pop(line, None)) is not None:
             found.insert(0, open_one)
@@ -172,7 +162,7 @@ def thinned(series: Iterable[Series[K]], thinning: Thinning) -> list[Series[K]]:
 
     Thinning the joined output of parts equals thinning the whole, so this may be done once for all viewers.
     """
-    lines = _by_line(series)
+    lines = by_line(series)
     return _spread([_thin(lot, thinning) for lot in _lots(list(lines.values()))], list(lines))
 
 
@@ -204,7 +194,7 @@ class _Lot(msgspec.Struct, frozen=True):
         return _Lot(self.owners[wanted], self.times[wanted], self.values[wanted])
 
 
-def _by_line(series: Iterable[Series[K]]) -> dict[K, list[Series[K]]]:
+def by_line(series: Iterable[Series[K]]) -> dict[K, list[Series[K]]]:
     lines: dict[K, list[Series[K]]] = {}
     for each in series:
         lines.setdefault(each.line, []).append(each)
@@ -309,7 +299,7 @@ def _periodic(decoded: Decoded, message: PeriodicData, channels: Channels) -> No
         decoded.series.append(Series(message.channel_id, times, raw))
 
 
-def _distances(interval: int, count: int) -> npt.NDArray[np.int64]:
+def _distances(interval: int, count: int) -> Times:
     return interval * np.arange(count, dtype=np.int64)
 
 
@@ -326,7 +316,7 @@ def _timestamped(decoded: Decoded, message: TimestampedData, channels: Channels)
         decoded.series.append(Series(message.channel_id, times, raw))
 
 
-def _raw(number: int, buffer: bytes, count: int, channels: Channels) -> npt.NDArray[Any] | None:
+def _raw(number: int, buffer: bytes, count: int, channels: Channels) -> NDArray[Any] | None:
     channel = channels.get(number)
     width = 0 if channel is None else channel.width
     if width < _PLAIN_WIDTH and len(buffer) == _PLAIN_WIDTH * count:
@@ -379,13 +369,10 @@ class Content(msgspec.Struct, frozen=True):
     """Error, if it could not be read."""
 
     @property
-    def samples(self) -> int:
-        return sum(len(each.times) for each in self.series)
-
-    @property
     def size(self) -> int:
         """Estimate of the bytes in memory."""
-        return len(self.json or "") + 500 * (len(self.series) + len(self.events)) + 40 * self.samples
+        samples = sum(len(each.times) for each in self.series)
+        return len(self.json or "") + 500 * (len(self.series) + len(self.events)) + 40 * samples
 
 
 def content_of(block: bytes, container: str, channels: Channels, lines: Lines) -> Content:

@@ -200,15 +200,11 @@ class LiveSessions:
         found, _ = await self._latest(stream, number, 1, BEGINNING, until)
         return found[0] if found else None
 
-    async def trimmed(self, stream: str, number: int) -> EntryId | None:
-        """Return the newest trimmed entry of a session; None if none was trimmed."""
-        found = await self.nodes.read_key("HGET", self.keys.trimmed(stream), number)
+    async def trimmed(self, stream: str, number: int | None = None) -> EntryId | None:
+        """Return the newest trimmed entry of a session, or of any; None if none was trimmed."""
+        field = TRIMMED_NEWEST if number is None else number
+        found = await self.nodes.read_key("HGET", self.keys.trimmed(stream), field)
         return None if found is None else parse_id(found)
-
-    async def trimmed_newest(self, stream: str) -> EntryId:
-        """Return the newest trimmed entry of any session; BEGINNING if none was trimmed."""
-        found = await self.nodes.read_key("HGET", self.keys.trimmed(stream), TRIMMED_NEWEST)
-        return BEGINNING if found is None else parse_id(found)
 
     async def has_untrimmed_write(self, stream: str, after: EntryId, until: EntryId) -> bool:
         """Return True if the ledger has a write that ends between two entries and that upkeep has not trimmed.
@@ -343,10 +339,6 @@ class OffsetBounds(msgspec.Struct, frozen=True):
     """The entry before the first one that may have records between the two, if it is known."""
     end: EntryId | None = None
     """The last entry that may have such records, if there are any."""
-
-    @property
-    def is_exact(self) -> bool:
-        return self.low == self.high
 
 
 class _LedgerWrite(msgspec.Struct, frozen=True):
