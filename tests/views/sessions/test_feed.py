@@ -15,7 +15,9 @@ from tailrace.errors import BadRequest, CursorGone, SessionNotFound
 from tailrace.log.request import ControlFrame, EventFrame
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions import life as session_start
-from tailrace.views.sessions.request import SessionCursor, StreamPosition, make_session_request
+from tailrace.views.sessions.routes import make_session_request
+from tailrace.views.sessions.samples import StreamPosition
+from tailrace.views.sessions.streams import SessionCursor
 from tests.examples import examples
 from tests.views.sessions.foreign import Foreign, connected
 from tests.views.sessions.foreign import periodic as foreign_periodic

@@ -18,7 +18,8 @@ from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions import feed as joined
 from tailrace.views.sessions import feed as session
 from tailrace.views.sessions import reader as session_reader
-from tailrace.views.sessions.request import SessionCursor, StreamPosition
+from tailrace.views.sessions.samples import StreamPosition
+from tailrace.views.sessions.streams import SessionCursor
 from tests.views.sessions.kept import Kept, archived, lap
 from tests.views.sessions.recorded import MS, T0
 from tests.views.sessions.viewing import controls, events, opened, read, samples, shown_in

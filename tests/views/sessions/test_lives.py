@@ -17,8 +17,7 @@ from tailrace.views.sessions import feed as session_wait
 from tailrace.views.sessions import reader as session_reader
 from tailrace.views.sessions import reader as streams
 from tailrace.views.sessions.life import SessionParts
-from tailrace.views.sessions.request import SessionCursor
-from tailrace.views.sessions.streams import Located
+from tailrace.views.sessions.streams import Located, SessionCursor
 from tests.views.sessions.foreign import Foreign, connected, event, periodic, time_range
 from tests.views.sessions.recorded import MS, T0, Track
 from tests.views.sessions.viewing import controls, events, feeds_of, opened, read, samples, shown_in, until, views

@@ -16,7 +16,7 @@ from tailrace.valkey.shards import Nodes, StoreOptions
 from tailrace.views.sessions.feed import SessionFeed
 from tailrace.views.sessions.life import SessionParts
 from tailrace.views.sessions.reader import Archive, StreamHub
-from tailrace.views.sessions.request import make_session_request
+from tailrace.views.sessions.routes import make_session_request
 from tailrace.views.sessions.streams import LiveSessions
 from tests.views.sessions.recorded import Track
 

@@ -133,7 +133,7 @@ class SessionPrinter(Printer):
         return [*words, *self.names]
 
     def cursor_of_new_request(self, cursor: str) -> str:
-        from tailrace.views.sessions.request import SessionCursor
+        from tailrace.views.sessions.streams import SessionCursor
 
         return str(SessionCursor.parse(cursor).renewed())
 

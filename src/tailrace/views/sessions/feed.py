@@ -25,17 +25,19 @@ from tailrace.log.request import AnyFrame, ControlFrame, EventFrame, Moved
 from tailrace.views.sessions.life import Beginning, LifeItem, SessionLife, SessionParts, begin_life, recover_lost
 from tailrace.views.sessions.model import merge_session_json
 from tailrace.views.sessions.reader import LostStretch
-from tailrace.views.sessions.request import (
-    FromSessionCursor,
+from tailrace.views.sessions.samples import (
     Line,
-    SessionCursor,
-    SessionRequest,
-    SessionStart,
+    LineSeries,
     StreamPosition,
+    Thinner,
+    Times,
     UnsentSamples,
+    Values,
+    between,
+    by_line,
+    concatenated,
 )
-from tailrace.views.sessions.samples import LineSeries, Thinner, Times, Values, between, by_line, concatenated
-from tailrace.views.sessions.streams import Located
+from tailrace.views.sessions.streams import FromSessionCursor, Located, SessionCursor, SessionRequest, SessionStart
 from tailrace.views.sessions.telemetry import CLOSED
 
 BATCH_BYTES, BATCH_ENTRIES = 256 << 10, 512

@@ -36,20 +36,32 @@ from tailrace.views.sessions.reader import (
     Tap,
     partition_of,
 )
-from tailrace.views.sessions.request import (
-    FromMoment,
-    FromSessionCursor,
+from tailrace.views.sessions.samples import (
+    Content,
     Line,
     Lines,
+    LineSeries,
+    StreamPosition,
+    Thinner,
+    Thinning,
+    UnsentSamples,
+    content_of,
+    step,
+    thinned,
+)
+from tailrace.views.sessions.streams import (
+    FromMoment,
+    FromSessionCursor,
+    LiveSessions,
+    Located,
+    OffsetBounds,
     SessionCursor,
     SessionRequest,
     SessionStart,
-    StreamPosition,
-    Thinning,
-    UnsentSamples,
+    StreamEntry,
+    offset_bounds,
+    state_of,
 )
-from tailrace.views.sessions.samples import Content, LineSeries, Thinner, content_of, step, thinned
-from tailrace.views.sessions.streams import LiveSessions, Located, OffsetBounds, StreamEntry, offset_bounds, state_of
 from tailrace.views.sessions.telemetry import CLOSED
 
 AGAIN_S = 1.0

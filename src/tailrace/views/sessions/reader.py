@@ -40,7 +40,7 @@ from tailrace.log.event import Partition, poison
 from tailrace.valkey.shards import mapping
 from tailrace.views.sessions.configuration import Catalogue
 from tailrace.views.sessions.model import PROGRAM, Recorder, Session
-from tailrace.views.sessions.request import StreamPosition
+from tailrace.views.sessions.samples import StreamPosition
 from tailrace.views.sessions.streams import LiveSessions, Located, Seam, StreamEntry, entry_of, seam_after
 from tailrace.views.sessions.telemetry import Refused, head, identity_of, parse
 
