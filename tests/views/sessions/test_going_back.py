@@ -42,7 +42,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A frame for each entry, so that there are cursors everywhere, and readers that read little at once."""
     monkeypatch.setattr(joined, "JOINED_ENTRIES", 1)
     monkeypatch.setattr(session, "BATCH_ENTRIES", 1)
-    monkeypatch.setattr(session_reader, "AT_ONCE", 2)
+    monkeypatch.setattr(session_reader, "PAGE", 2)
 
 
 def gaps(frames: Iterable[AnyFrame]) -> list[dict[str, Any]]:

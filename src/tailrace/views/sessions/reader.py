@@ -41,14 +41,12 @@ from tailrace.valkey.shards import mapping
 from tailrace.views.sessions.configuration import Catalogue
 from tailrace.views.sessions.model import PROGRAM, Recorder, Session
 from tailrace.views.sessions.samples import StreamPosition
-from tailrace.views.sessions.streams import LiveSessions, Located, Seam, StreamEntry, entry_of, seam_after
+from tailrace.views.sessions.streams import PAGE, LiveSessions, Located, Seam, StreamEntry, entry_of, seam_after
 from tailrace.views.sessions.telemetry import Refused, head, identity_of, parse
 
 logger = logging.getLogger(__name__)
 
 BLOCK_MS = 1000
-READ_ENTRIES = 32
-"""Entries in one read: each may have a megabyte."""
 CHECK_S = 5.0
 """Silence after which the hub checks that the stream is still the same."""
 OPEN_S = 10.0
@@ -257,7 +255,7 @@ class StreamHub:
         clock = asyncio.get_running_loop().time
         read_at = clock()
         while True:
-            command = ("XREAD", "COUNT", READ_ENTRIES, "BLOCK", BLOCK_MS, "STREAMS", key, id_text(tap.head))
+            command = ("XREAD", "COUNT", PAGE, "BLOCK", BLOCK_MS, "STREAMS", key, id_text(tap.head))
             answer = await self.live.nodes.block_keyed(key, reader, command, BLOCK_MS / 1000)
             gone = await self.live.trimmed(tap.stream) if answer else None
             if gone is not None and tap.head < gone <= await self.live.last_generated_id(tap.stream):
@@ -283,8 +281,6 @@ class StreamHub:
             tap.wake()
 
 
-AT_ONCE = 32
-"""Entries in one read of a stream."""
 TRIES = 5
 """Attempts of a read that a trim has crossed."""
 
@@ -362,7 +358,7 @@ class StreamReader:
         buffered = tap.after(self.reached, self.number)
         if buffered is None:
             return await self._from_store()
-        entries = buffered[:AT_ONCE]
+        entries = buffered[:PAGE]
         self.reached = entries[-1].id if len(entries) < len(buffered) else max(self.reached, tap.head)
         return _pieces(entries)
 
@@ -371,7 +367,7 @@ class StreamReader:
         for _ in range(TRIES):
             trimmed = await self._live.trimmed(stream, self.number) or BEGINNING
             begin = max(self.reached, trimmed)
-            entries, reached = await self._live.scan(stream, begin, AT_ONCE, self.number, head)
+            entries, reached = await self._live.scan(stream, begin, PAGE, self.number, head)
             former, trimmed = trimmed, await self._live.trimmed(stream, self.number) or BEGINNING
             if former == trimmed:
                 break

@@ -166,16 +166,12 @@ def _watermark(shards: Shards) -> int | None:
         return None
 
 
-def _candidates(store: SessionStore, identities: list[str]) -> list[_Candidate]:
-    """Return the open and the abandoned ones of these sessions."""
+def _candidates(store: SessionStore, identities: list[str]) -> Iterator[_Candidate]:
+    """Yield the open and the abandoned ones of these sessions."""
     answers = store.hash_fields(identities, ("state", "streamName", "writer", "heard", "lastUpdated"))
-    found: list[_Candidate] = []
     for identity, (state, stream, writer, heard, updated) in zip(identities, answers, strict=True):
         if state in (b"open", ABANDONED.encode()) and stream and writer and heard and updated:
-            found.append(
-                _Candidate(identity, state.decode(), stream.decode(), writer.decode(), int(heard), int(updated))
-            )
-    return found
+            yield _Candidate(identity, state.decode(), stream.decode(), writer.decode(), int(heard), int(updated))
 
 
 def _abandon(store: SessionStore, candidate: _Candidate) -> bool:
