@@ -143,6 +143,7 @@ class SessionFeed:
 
     def __init__(self, parts: SessionParts, request: SessionRequest, form: Form) -> None:
         self._parts, self._request, self._form = parts, request, form
+        self._parameters = request.parameters
         self._until_time = request.until if isinstance(request.until, int) else None
         """Samples after this time (ns) are left out."""
         self._life: SessionLife | None = None
@@ -230,7 +231,7 @@ class SessionFeed:
         """Join the session, if it exists, and read its first entries."""
         located = await self._parts.live.get(self._request.identity)
         if located is None or located.json is None:
-            if self._request.missing == "fail":
+            if self._parameters.missing == "fail":
                 raise SessionNotFound(
                     f"no session is called {self._request.identity!r}: see the list of sessions, or wait for it with "
                     "missing=wait"
@@ -240,7 +241,7 @@ class SessionFeed:
         while self._life is not None and (lost := await self._life.fill()) is not None:
             if await self._resumes(self._life, lost):
                 continue
-            if self._request.on_gap == "fail":
+            if self._parameters.on_gap == "fail":
                 raise lost.error(self._request.identity)
             break
 
@@ -249,7 +250,7 @@ class SessionFeed:
         if located is not None and located.json is not None:
             await self._join(located, self._request.start)
             return True
-        if not self._request.follow:
+        if not self._parameters.follow:
             self._announced = self._ended = True
             self._pending.append(ControlFrame("end", "", _encode({"reason": "caught-up", "events": 0})))
             return True
@@ -303,7 +304,7 @@ class SessionFeed:
 
     async def _gather(self) -> list[AnyFrame]:
         """Return a batch, in as few frames as possible."""
-        life, limit, is_strict = self._life, self._request.limit, self._request.on_gap == "fail"
+        life, limit, is_strict = self._life, self._parameters.limit, self._parameters.on_gap == "fail"
         frames, self._pending = self._pending, []
         if life is None or self._ended:
             return frames
@@ -387,7 +388,7 @@ class SessionFeed:
         return EventFrame(cursor, life.shared(item, key, lambda: form(frame, cursor), len))
 
     def _gap(self, lost: LostStretch) -> AnyFrame:
-        if self._request.on_gap == "fail":
+        if self._parameters.on_gap == "fail":
             raise lost.error(self._request.identity)
         self._position = lost.move(self._position)
         return ControlFrame("gap", self.cursor, _encode(lost.facts(self._request.identity)))
@@ -404,7 +405,7 @@ class SessionFeed:
 
     async def _controls(self) -> list[AnyFrame]:
         """Report that the feed has caught up, that another life began, or that it has ended."""
-        life, request, frames = self._life, self._request, list[AnyFrame]()
+        life, limit, frames = self._life, self._parameters.limit, list[AnyFrame]()
         if life is None or self._ended:
             return frames
         if self._next_life is not None and life.is_read and life.is_past(self._next_life[1]):
@@ -414,7 +415,7 @@ class SessionFeed:
         if not self._announced and self._next_life is None and life.is_past(life.target):
             self._announced = True
             frames.append(ControlFrame("caught-up", self.cursor, _encode({"position": id_text(life.target)})))
-        if request.limit is not None and self._sent >= request.limit:
+        if limit is not None and self._sent >= limit:
             return frames + self._end("limit")
         if life.is_past_end(self._position):
             return frames + self._end("until")
@@ -423,7 +424,7 @@ class SessionFeed:
             return frames + self._flush() + self._end("until")
         if life.is_read and life.state in CLOSED:
             frames += await self._close(life)
-        if not self._ended and not request.follow and self._next_life is None and life.is_past(life.target):
+        if not self._ended and not self._parameters.follow and self._next_life is None and life.is_past(life.target):
             frames += self._flush() + self._end("caught-up")
         return frames
 
@@ -505,7 +506,7 @@ class SessionFeed:
     def _cursor(self) -> SessionCursor:
         assert self._life is not None
         unsent = self._thinner.unsent(self._position) if self._is_rebuilt else self._unsent
-        sent = self._sent if self._request.limit is not None else None
+        sent = self._sent if self._parameters.limit is not None else None
         return SessionCursor(self._life.number, self._position, unsent, sent, self._request.since)
 
 

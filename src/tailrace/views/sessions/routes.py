@@ -228,16 +228,13 @@ def make_session_request(
         begin = FromEnd() if parameters.follow else FromStart()
     return SessionRequest(
         identity=identity,
+        parameters=parameters,
         start=begin,
         selection=Selection(names, parameters.raw),
         thinning=parse_thinning(parameters.pixel, parameters.rate),
         until=parse_session_until(parameters.until, now_ms) if parameters.until else None,
-        limit=parameters.limit,
         sent=sent,
         since=since,
-        follow=parameters.follow,
-        missing=parameters.missing,
-        on_gap=parameters.on_gap,
         resumed=resumed,
     )
 

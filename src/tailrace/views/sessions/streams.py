@@ -27,10 +27,11 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
+from tailrace.api.requests import SessionFeedParameters
 from tailrace.errors import BadRequest, CursorError, StoreError, StoreUnavailable
 from tailrace.log.cursor import (
     BEGINNING,
@@ -173,18 +174,15 @@ class SessionRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request for the feed of one session, with the start grammar resolved; times are nanoseconds."""
 
     identity: str
+    parameters: SessionFeedParameters
     start: SessionStart
     selection: Selection = Selection()
     thinning: Thinning | None = None
     until: int | SessionCursor | None = None
-    limit: int | None = None
     sent: int = 0
     """Bursts sent before the request was resumed; they count towards the limit."""
     since: int | None = None
     """Samples before this time are left out: the request began at a time."""
-    follow: bool = True
-    missing: Literal["wait", "fail"] = "wait"
-    on_gap: Literal["skip", "fail"] = "skip"
     resumed: bool = False
     """True if this continues an earlier request (``Last-Event-ID``)."""
 
