@@ -145,6 +145,8 @@ def collect(spark: Any, frame: Any, stopped: Callable[[], bool]) -> list[Any]:
     from py4j.protocol import Py4JError  # type: ignore[import-untyped]
     from pyspark.errors import PySparkException
 
+    if stopped():
+        raise PipelineError("the job was given up before its end")
     try:
         rows: list[Any] = supervise(spark.sparkContext, frame.collect, stopped)
         return rows

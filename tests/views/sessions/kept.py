@@ -15,7 +15,7 @@ from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.kafka.broker import BrokerTopics, Records, client_properties
 from tailrace.log.cursor import EntryId, parse_id
 from tailrace.valkey.shards import Nodes, StoreOptions, mapping
-from tailrace.views.sessions.feed import SessionFeeds
+from tailrace.views.sessions.life import SessionParts
 from tailrace.views.sessions.reader import Archive
 from tailrace.views.sessions.streams import first_of_write
 from tailrace.views.sessions.upkeep import SessionUpkeep
@@ -45,11 +45,11 @@ class Kept(Track):
         place = TopicPartition(self.topic, 0, offset)
         self.admin.delete_records([place])[place].result(20)
 
-    async def trim(self, feeds: SessionFeeds, entries: int, session: str = "lap") -> None:
+    async def trim(self, feeds: SessionParts, entries: int, session: str = "lap") -> None:
         """Trim so many of the first entries of a session."""
-        located = await feeds.parts.live.get(session)
+        located = await feeds.live.get(session)
         assert located is not None
-        found = await feeds.parts.live.read(located.stream, (0, 0), entries, located.number)
+        found = await feeds.live.read(located.stream, (0, 0), entries, located.number)
         self.shed(located.number, [entry.id for entry in found])
 
     def writes(self) -> list[tuple[EntryId, EntryId, int]]:
@@ -69,7 +69,7 @@ class Kept(Track):
 
 
 @asynccontextmanager
-async def archived(track: Track, kafka: EmbeddedKafka, folder: Path) -> AsyncIterator[SessionFeeds]:
+async def archived(track: Track, kafka: EmbeddedKafka, folder: Path) -> AsyncIterator[SessionParts]:
     (folder / "tailrace.toml").touch()
     store = track.shards.options
     settings = load(folder / "tailrace.toml", {"valkey.url": store.url, "kafka.bootstrap": kafka.address})

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from tailrace.log.event import Partition
 from tailrace.valkey.shards import Shards, StoreOptions, mapping
 from tailrace.views.sessions.burst import MAX_BURST, parse, unpack
 from tailrace.views.sessions.store import Opening, SessionOptions, SessionStore
@@ -147,7 +148,7 @@ class Track:
     # What there is.
 
     def stream(self, partition: int = 0) -> str:
-        return self.plan.stream_of(self.topic, partition)
+        return self.plan.stream_of(Partition(self.topic, partition))
 
     def sessions(self, partition: int = 0, width: int = 8) -> list[RecordedSession]:
         """Return the sessions of a partition's stream, in the order of their numbers."""

@@ -146,7 +146,7 @@ def test_a_session_has_the_channels_of_all_its_bindings_and_the_first_is_right()
     assert found is not None
     assert found.type == "u16"
     assert channels.get(0x7FFF) is None
-    assert len(channels) == 8
+    assert len(list(channels)) == 8
 
 
 def test_only_a_session_all_of_whose_configurations_are_known_is_complete() -> None:
@@ -154,7 +154,7 @@ def test_only_a_session_all_of_whose_configurations_are_known_is_complete() -> N
     assert Channels([(known, 0)]).complete
     assert not Channels([(known, 0), (None, 10)]).complete
     assert not Channels().complete
-    assert len(Channels([(known, 0), (None, 10)])) == 5
+    assert len(list(Channels([(known, 0), (None, 10)]))) == 5
 
 
 def test_what_is_described_to_clients_is_json_by_channel_with_what_is_read_from_it() -> None:

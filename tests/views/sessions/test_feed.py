@@ -15,7 +15,9 @@ from tailrace.errors import BadRequest, CursorGone, SessionNotFound
 from tailrace.log.request import ControlFrame, EventFrame
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions import life as session_start
-from tailrace.views.sessions.request import SessionCursor, StreamPosition, make_session_request
+from tailrace.views.sessions.routes import make_session_request
+from tailrace.views.sessions.samples import StreamPosition
+from tailrace.views.sessions.streams import SessionCursor
 from tests.examples import examples
 from tests.views.sessions.foreign import Foreign, connected
 from tests.views.sessions.foreign import periodic as foreign_periodic
@@ -287,7 +289,7 @@ async def test_what_was_trimmed_is_told_and_the_rest_comes(any_store: StoreOptio
     async with views(track) as feeds:
         feed = await opened(feeds, start="start")
         head = await until(feed, lambda found: any(isinstance(f, EventFrame) for f in found))
-        live = feeds.parts.live
+        live = feeds.live
         located = await live.get("lap")
         assert located is not None
         entries = await live.read(located.stream, (0, 0), 100, located.number)
@@ -312,7 +314,7 @@ async def test_a_trim_while_it_is_read_hides_nothing(store: StoreOptions) -> Non
     track.write(track.open())
     lap(track, 60)
     async with views(track) as feeds:
-        live = feeds.parts.live
+        live = feeds.live
         located = await live.get("lap")
         assert located is not None
         ids = [entry.id for entry in await live.read(located.stream, (0, 0), 100, located.number)]
@@ -333,9 +335,9 @@ async def test_the_last_bursts_of_a_quiet_session_are_found_behind_a_chatty_one(
         track.write(*(track.periodic(f"other{n}", i, [i]) for n in range(10)))
     async with views(track) as feeds:
         assert samples(await read(feeds, start="-2", follow=False)) == {"1": expected(*range(20, 40))}
-        located = await feeds.parts.live.get("lap")
+        located = await feeds.live.get("lap")
         assert located is not None
-        first = await feeds.parts.live.first_entry(located.stream, located.number, (0, 0))
+        first = await feeds.live.first_entry(located.stream, located.number, (0, 0))
         assert first is not None
         assert first > located.position
 
@@ -345,7 +347,7 @@ async def test_what_several_viewers_want_alike_is_made_once(store: StoreOptions)
     track.write(track.open())
     async with views(track) as feeds:
         both = [await opened(feeds, start="end") for _ in range(2)]
-        assert feeds.parts.hub.followed == 1
+        assert len(feeds.hub.taps) == 1
         lap(track, 1)
         got = [await until(feed, samples) for feed in both]
         first, second = (next(f for f in reversed(frames) if isinstance(f, EventFrame)) for frames in got)

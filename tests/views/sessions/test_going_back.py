@@ -18,7 +18,8 @@ from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions import feed as joined
 from tailrace.views.sessions import feed as session
 from tailrace.views.sessions import reader as session_reader
-from tailrace.views.sessions.request import SessionCursor, StreamPosition
+from tailrace.views.sessions.samples import StreamPosition
+from tailrace.views.sessions.streams import SessionCursor
 from tests.views.sessions.kept import Kept, archived, lap
 from tests.views.sessions.recorded import MS, T0
 from tests.views.sessions.viewing import controls, events, opened, read, samples, shown_in
@@ -41,7 +42,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A frame for each entry, so that there are cursors everywhere, and readers that read little at once."""
     monkeypatch.setattr(joined, "JOINED_ENTRIES", 1)
     monkeypatch.setattr(session, "BATCH_ENTRIES", 1)
-    monkeypatch.setattr(session_reader, "AT_ONCE", 2)
+    monkeypatch.setattr(session_reader, "PAGE", 2)
 
 
 def gaps(frames: Iterable[AnyFrame]) -> list[dict[str, Any]]:
@@ -185,7 +186,7 @@ async def test_a_stream_that_was_trimmed_to_nothing_has_the_rest_in_kafka_and_go
         given = [frame for frame in await read(feeds, follow=False) if isinstance(frame, EventFrame)]
         await track.trim(feeds, 100)
         await track.trim(feeds, 100, "other")
-        assert await feeds.parts.live.first(track.stream()) is None
+        assert await feeds.live.first(track.stream()) is None
         rest = await read(feeds, after=given[0].cursor, follow=False)
         assert (samples(rest), gaps(rest)) == (whole, [])
         track.write(track.periodic("lap", 800, [7.0]))

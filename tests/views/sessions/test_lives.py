@@ -16,9 +16,8 @@ from tailrace.valkey.shards import StoreOptions
 from tailrace.views.sessions import feed as session_wait
 from tailrace.views.sessions import reader as session_reader
 from tailrace.views.sessions import reader as streams
-from tailrace.views.sessions.feed import SessionFeeds
-from tailrace.views.sessions.request import SessionCursor
-from tailrace.views.sessions.streams import Located
+from tailrace.views.sessions.life import SessionParts
+from tailrace.views.sessions.streams import Located, SessionCursor
 from tests.views.sessions.foreign import Foreign, connected, event, periodic, time_range
 from tests.views.sessions.recorded import MS, T0, Track
 from tests.views.sessions.viewing import controls, events, feeds_of, opened, read, samples, shown_in, until, views
@@ -34,15 +33,15 @@ def expected(*numbers: int) -> dict[str, list[tuple[int, float]]]:
     return {"1": [(T0 + n * MS, float(n)) for n in numbers]}
 
 
-async def located_in(feeds: SessionFeeds, identity: str = "lap") -> Located:
-    located = await feeds.parts.live.get(identity)
+async def located_in(feeds: SessionParts, identity: str = "lap") -> Located:
+    located = await feeds.live.get(identity)
     assert located is not None
     return located
 
 
-async def entries_of(feeds: SessionFeeds, identity: str = "lap") -> list[EntryId]:
+async def entries_of(feeds: SessionParts, identity: str = "lap") -> list[EntryId]:
     located = await located_in(feeds, identity)
-    return [each.id for each in await feeds.parts.live.read(located.stream, (0, 0), 100, located.number)]
+    return [each.id for each in await feeds.live.read(located.stream, (0, 0), 100, located.number)]
 
 
 def ids_in(track: Track) -> list[EntryId]:
@@ -121,7 +120,7 @@ async def test_a_read_that_trims_cross_again_and_again_tells_all_that_is_gone(
     track.write(track.open())
     lap(track, *range(6))
     async with views(track) as feeds:
-        number, ids, live = (await located_in(feeds)).number, await entries_of(feeds), feeds.parts.live
+        number, ids, live = (await located_in(feeds)).number, await entries_of(feeds), feeds.live
         scan = live.scan
 
         async def crossed(*asked: Any) -> Any:
@@ -170,8 +169,8 @@ async def test_what_comes_before_an_entry_that_cannot_be_read_is_sent_before_tha
         mine = Foreign(client, f"{store.prefix}-cars", f"{store.prefix}-mine").open()
         mine.send(periodic(1, T0, 1, [1.0]))
         mine.raw(b"\xffnot a block")
-        async with feeds_of(store) as feeds:
-            feeds.parts = type(feeds.parts)(feeds.parts.hub, on_unread=lambda: unread.append(1))
+        async with feeds_of(store) as parts:
+            feeds = SessionParts(parts.hub, on_unread=lambda: unread.append(1))
             feed, got = await opened(feeds, mine.identity, start="start", on_gap="fail"), list[AnyFrame]()
             batches = feed.__aiter__()
             got += await anext(batches)
@@ -270,7 +269,7 @@ async def test_a_life_that_is_over_before_it_is_joined_is_not_skipped(
     track.write(track.open())
     lap(track, 0)
     async with views(track) as feeds:
-        feed, live = await opened(feeds, start="start"), feeds.parts.live
+        feed, live = await opened(feeds, start="start"), feeds.live
         first, get, seen = (await located_in(feeds)).number, live.get, list[int]()
 
         async def crossed(identity: str) -> Located | None:
@@ -355,8 +354,8 @@ async def test_a_key_of_another_kind_is_no_session(store: StoreOptions) -> None:
     assert (letter["reason"], letter["offset"]) == ("session-key", 2)
     assert f"{key} is a string" in letter["what"]
     async with views(track) as feeds:
-        assert await feeds.parts.live.get("lap") is None
-        assert [found.identity for found in await feeds.parts.live.listing()] == ["other"]
+        assert await feeds.live.get("lap") is None
+        assert [found.identity for found in await feeds.live.listing()] == ["other"]
         assert samples(await read(feeds, "other", follow=False)) == {"1": [(T0, 2.0)]}
         track.shards.run_keyed([(key, ("DEL", key))])
         track.write(track.periodic("lap", 1, [3]))

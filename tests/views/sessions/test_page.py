@@ -163,7 +163,7 @@ def test_a_page_waits_for_its_session_and_says_that_a_part_is_missing(
                 car.go(1)
             keeping = SessionUpkeep(Shards(store).open())
             *older, newest = keeping.weigh(identity, (0, 0))
-            keeping.shed(identity, newest.number, [entry.id for entry in older])
+            keeping.shed(identity, newest[1], [entry for entry, _, _ in older])
             service.start()
             shown = until(tab, lambda page: page["note"])
             assert "missing" in shown["note"]

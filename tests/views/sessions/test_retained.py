@@ -9,7 +9,7 @@ import pytest
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.log.request import EventFrame
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.sessions.request import SessionCursor
+from tailrace.views.sessions.streams import SessionCursor
 from tests.views.sessions.kept import Kept, archived, lap
 from tests.views.sessions.recorded import MS, T0
 from tests.views.sessions.viewing import controls, events, opened, read, samples, shown_in, until

@@ -9,7 +9,7 @@ import pytest
 from tailrace.log.cursor import EntryId, id_text
 from tailrace.valkey.shards import Arg, Shards, StoreOptions, load_functions, mapping
 from tailrace.views.sessions.store import SessionChange, SessionOptions, SessionStore, Verdict, Write
-from tailrace.views.sessions.upkeep import IndexedSession, SessionUpkeep, Weighed
+from tailrace.views.sessions.upkeep import IndexedSession, SessionUpkeep
 from tests.views.sessions.recorded import claim
 
 _fresh = count()
@@ -50,22 +50,22 @@ def test_entries_are_weighed_in_portions_without_their_data(sessions: SessionSto
     written(sessions, stream, [(1, b"x" * 700_000), (22, b"y" * 700_000)] * 3)
     key = sessions.shards.keys.stream(stream)
     sessions.shards.run_keyed([(key, ("XADD", key, "*", "other", "field"))])
-    found: list[Weighed] = []
+    found: list[tuple[EntryId, int, int]] = []
     portions = 0
-    while some := keeping.weigh(stream, found[-1].id if found else (0, 0)):
+    while some := keeping.weigh(stream, found[-1][0] if found else (0, 0)):
         found += some
         portions += 1
-    assert [(entry.number, entry.size) for entry in found] == [(1, 700_001), (22, 700_002)] * 3 + [(-1, 5)]
+    assert [(number, size) for _, number, size in found] == [(1, 700_001), (22, 700_002)] * 3 + [(-1, 5)]
     assert found == sorted(found)
     assert portions > 1
     written(sessions, stream, [(3, b"z" * 900_000)] * 20)
-    assert 0 < len(keeping.weigh(stream, found[-1].id)) < 20
+    assert 0 < len(keeping.weigh(stream, found[-1][0])) < 20
 
 
 def test_readers_are_told_what_was_shed_and_the_ledger_stays(sessions: SessionStore) -> None:
     keeping, stream = SessionUpkeep(sessions.shards), a_stream()
     written(sessions, stream, [(1, b"a"), (2, b"b"), (1, b"c"), (2, b"d")])
-    ids = [entry.id for entry in keeping.weigh(stream, (0, 0))]
+    ids = [entry for entry, _, _ in keeping.weigh(stream, (0, 0))]
     keys = sessions.shards.keys
 
     def ledger() -> list[int]:
@@ -88,7 +88,7 @@ def test_readers_are_told_what_was_shed_and_the_ledger_stays(sessions: SessionSt
     assert keeping.shed(stream, 1, [ids[0], ids[2]]) == 1
     assert keeping.shed(stream, 1, [ids[0]]) == 0
     assert keeping.trimmed(stream) == {1: ids[2]}
-    assert [entry.number for entry in keeping.weigh(stream, (0, 0))] == [2, 2]
+    assert [number for _, number, _ in keeping.weigh(stream, (0, 0))] == [2, 2]
     assert noted() == {b"newest": text(ids[2]), b"ours": b"(" + text(ids[1])}
     assert keeping.shed(stream, 2, [ids[1], ids[3]]) == 2
     assert noted() == {b"newest": text(ids[3]), b"ours": text(ids[3])}
@@ -108,7 +108,7 @@ def test_the_ledger_forgets_writes_after_a_time_but_none_that_the_stream_has(ses
 
     assert keeping.cut_ledger(stream, 1) == 0
     written(sessions, stream, [(1, b"a"), (2, b"b"), (1, b"c")])
-    ids = [entry.id for entry in keeping.weigh(stream, (0, 0))]
+    ids = [entry for entry, _, _ in keeping.weigh(stream, (0, 0))]
     later = sessions.server_ms(stream) + 60_000
     assert keeping.cut_ledger(stream, later) == 0
     keeping.shed(stream, 1, [ids[0]])

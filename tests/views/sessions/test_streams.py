@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ from tests.views.sessions.foreign import T0, Foreign, connected, event, periodic
 async def hub_of(options: StoreOptions, **more: Any) -> AsyncIterator[StreamHub]:
     nodes = Nodes(options)
     try:
-        async with StreamHub(LiveSessions(nodes), **more) as hub:
+        async with aclosing(StreamHub(LiveSessions(nodes), **more)) as hub:
             yield hub
     finally:
         await nodes.close()
@@ -144,7 +144,7 @@ async def test_many_followers_of_a_stream_share_one_reader(any_store: StoreOptio
         other = Foreign(client, stream, f"{any_store.prefix}b").open()
         async with hub_of(any_store) as hub:
             async with followers(hub, stream, 20) as (taps, waiters):
-                assert (len(set(map(id, taps))), hub.followed, readers()) == (1, 1, 1)
+                assert (len(set(map(id, taps))), len(hub.taps), readers()) == (1, 1, 1)
                 tap, head = taps[0], taps[0].head
                 wanted = [parse_id(mine.append(event(1, T0 + i, "x"))) for i in range(5)]
                 other.append(event(1, T0, "y"))
@@ -157,7 +157,7 @@ async def test_many_followers_of_a_stream_share_one_reader(any_store: StoreOptio
                 assert tap.behind(wanted[3], mine.number) == len(last[0].data)
                 assert tap.after(tap.head) == []
             await happens(lambda: readers() == 0)
-            assert hub.followed == 0
+            assert len(hub.taps) == 0
 
 
 async def test_what_is_no_longer_held_is_read_from_the_store(store: StoreOptions) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import re
 import struct
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.views.sessions import telemetry
 from tailrace.views.sessions.telemetry import (
     LAST,
     LONGEST,
@@ -36,11 +36,12 @@ def read(**record: Any) -> Any:
 
 
 def test_the_examples_of_the_documentation_are_records() -> None:
-    text = (telemetry.__doc__ or "").replace("T,", "1620129055000000000,").replace("T]", "1620129055000000000]")
+    written = (Path(__file__).parents[3] / "docs" / "sessions.md").read_text()
+    text = written.replace("T,", "1620129055000000000,").replace("T]", "1620129055000000000]")
     text = re.sub(r"\bT\}", "1620129055000000000}", text.replace("…", ""))
-    records = [parse(line.encode()) for line in re.findall(r'^ +(\{"type".*\})$', text, re.MULTILINE)]
+    records = [parse(line.encode()) for line in re.findall(r'^(\{"type".*\})$', text, re.MULTILINE)]
     assert [type(record) for record, _ in records] == [OpenSession, Update, Config, Data, Close]
-    parts = re.findall(r"^ +(periodic|timestamped|rows|events|range) +(\{.*\})$", text, re.MULTILINE)
+    parts = re.findall(r"^(periodic|timestamped|rows|events|range) +(\{.*\})$", text, re.MULTILINE)
     parts += [("timestamped", again) for again in re.findall(r'^ +(\{"channel".*\})$', text, re.MULTILINE)]
     assert len(parts) == 6
     for name, part in parts:

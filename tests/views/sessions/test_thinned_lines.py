@@ -10,8 +10,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.views.sessions.request import StreamPosition, Thinning
-from tailrace.views.sessions.samples import Series, State, between, step, thinned
+from tailrace.views.sessions.samples import Series, State, StreamPosition, Thinning, between, step, thinned
 from tests.examples import examples
 
 EPOCH = 1_789_200_000_000_000_000

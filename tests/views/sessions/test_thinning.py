@@ -14,18 +14,23 @@ from hypothesis import strategies as st
 
 from tailrace.errors import BadRequest, CursorError
 from tailrace.log.cursor import FromEnd, FromLast, FromStart
-from tailrace.views.sessions.request import (
+from tailrace.views.sessions.samples import (
+    Series,
+    StreamPosition,
+    Thinner,
+    Thinning,
+    UnsentSamples,
+    between,
+    parse_thinning,
+    thinned,
+)
+from tailrace.views.sessions.streams import (
     FromMoment,
     FromSessionCursor,
     SessionCursor,
-    StreamPosition,
-    Thinning,
-    UnsentSamples,
     parse_session_start,
     parse_session_until,
-    parse_thinning,
 )
-from tailrace.views.sessions.samples import Series, Thinner, between, thinned
 from tests.examples import examples
 
 EPOCH = 1_789_200_000_000_000_000

@@ -23,18 +23,16 @@ from tailrace.views.sessions.upkeep import (
     LEASE,
     Abandoning,
     Forgetting,
-    SessionRules,
     SessionUpkeep,
-    StreamLimits,
     TrimMemory,
     Trimming,
     session_jobs,
 )
 from tests.views.sessions.foreign import Foreign, connected
 from tests.views.sessions.recorded import claim
+from tests.views.sessions.test_retention import MS, limits
 
 HOUR = 3_600_000
-PLENTY = StreamLimits(entries=10**9, bytes=10**12, age_ms=10**12, stream_bytes=10**12)
 NOTHING = -1
 
 
@@ -59,9 +57,8 @@ class Site:
             work.run(self.shards, lease)
         return work.facts()
 
-    def trim(self, **limits: int) -> dict[str, object]:
-        found = StreamLimits(**{**{f: getattr(PLENTY, f) for f in PLENTY.__struct_fields__}, **limits})
-        return self.do(Trimming(SessionRules(found), Scope(), self.memory))
+    def trim(self, **given: object) -> dict[str, object]:
+        return self.do(Trimming(limits(**given), Scope(), self.memory))
 
     def write(self, stream: str, *entries: tuple[int, bytes]) -> None:
         mark = self.store.stream_marks([stream])[stream].get("t:0", NOTHING)
@@ -111,14 +108,13 @@ class Site:
         return state.decode(), Session.decode(state_of(value)).state
 
     def abandon(self, after_ms: int = 1_000) -> dict[str, object]:
-        return self.do(Abandoning(SessionRules(PLENTY, abandon_ms=after_ms), Scope()))
+        return self.do(Abandoning(limits(abandon_after=after_ms * MS), Scope()))
 
     def forget(self, *, ahead_ms: int = 0, stream_ms: int = HOUR) -> dict[str, object]:
         """Forget what is an hour old, by a clock that is ahead; as much as clocks may differ."""
-        limits = msgspec.structs.replace(PLENTY, age_ms=HOUR)
-        rules = SessionRules(limits, SessionOptions(expire_ms=HOUR), forget_streams_ms=stream_ms)
+        settings = limits(keep_time=HOUR * MS, expire=HOUR * MS, forget_streams=stream_ms * MS)
         clock = lambda: round(time.time() * 1000) + ahead_ms  # noqa: E731
-        return self.do(Forgetting(rules, Scope(clock=clock)))
+        return self.do(Forgetting(settings, Scope(clock=clock)))
 
 
 @pytest.fixture
@@ -129,14 +125,14 @@ def site(own_valkey: EmbeddedValkey) -> Site:
 def test_a_chatty_session_does_not_evict_a_quiet_one(site: Site) -> None:
     for n in range(300):
         site.write("cars-0", (2 if n % 60 == 0 else 1, b"x" * 100))
-    assert site.trim(entries=20) == {"entries": 275, "bytes": 275 * 101}
+    assert site.trim(keep_entries=20) == {"entries": 275, "bytes": 275 * 101}
     assert sorted(set(site.numbers("cars-0"))) == [1, 2]
     assert site.numbers("cars-0").count(2) == 5
-    assert site.trim(bytes=5 * 101) == {"entries": 15, "bytes": 15 * 101}
+    assert site.trim(keep_bytes=5 * 101) == {"entries": 15, "bytes": 15 * 101}
     assert site.trim(stream_bytes=7 * 101) == {"entries": 3, "bytes": 3 * 101}
     assert [site.numbers("cars-0").count(number) for number in (1, 2)] == [3, 4]
     time.sleep(0.02)
-    assert site.trim(age_ms=10)["entries"] == 7
+    assert site.trim(keep_time=10 * MS)["entries"] == 7
     assert site.entries("cars-0") == []
 
 
@@ -146,7 +142,7 @@ def test_streams_that_others_write_are_trimmed_too(site: Site) -> None:
     commands += [("XADD", keys.stream("unlisted"), "*", "id", 1, "data", b"d") for _ in range(50)]
     commands += [("SADD", keys.streams(), "theirs", "gone")]
     site.shards.run_keyed([(str(command[1]), command) for command in commands])
-    assert site.trim(entries=10)["entries"] == 30
+    assert site.trim(keep_entries=10)["entries"] == 30
     assert len(site.entries("theirs")) == 20
     assert len(site.entries("unlisted")) == 50
     assert set(site.keeping.trimmed("theirs")) == {0, 1}
@@ -154,23 +150,23 @@ def test_streams_that_others_write_are_trimmed_too(site: Site) -> None:
 
 def test_a_run_goes_on_where_the_last_one_ended_and_after_a_restart_at_the_beginning(site: Site) -> None:
     site.write("cars-0", *[(1, b"x")] * 30)
-    assert site.trim(entries=20)["entries"] == 10
+    assert site.trim(keep_entries=20)["entries"] == 10
     weights = site.memory.of("cars-0")
     last = weights.last
     site.write("cars-0", *[(1, b"x")] * 5)
-    assert site.trim(entries=20)["entries"] == 5
+    assert site.trim(keep_entries=20)["entries"] == 5
     assert site.memory.of("cars-0") is weights
     assert weights.last > last
     # A process that was started anew knows nothing, and comes to the same.
     site.memory = TrimMemory()
-    assert site.trim(entries=20)["entries"] == 0
-    assert site.trim(entries=19)["entries"] == 1
+    assert site.trim(keep_entries=20)["entries"] == 0
+    assert site.trim(keep_entries=19)["entries"] == 1
     # And if the store was, what is known may not be there any more.
     site.server.kill()
     site.server.start(30)
     site.connect()
     left = len(site.entries("cars-0"))
-    assert site.trim(entries=left - 1)["entries"] == 1
+    assert site.trim(keep_entries=left - 1)["entries"] == 1
     assert site.memory.of("cars-0") is not weights
 
 
@@ -191,7 +187,7 @@ def test_whoever_reads_while_it_is_trimmed_is_told_what_is_missing(site: Site) -
                 got.append(n)
             cursor = parse_id(at)
         site.write("cars-0", (1, b"%d" % (100 + round_)))
-        site.trim(entries=max(1, 60 - 7 * round_))
+        site.trim(keep_entries=max(1, 60 - 7 * round_))
     assert gaps > 0
     assert got[-1] == 100 + 38
     assert got == sorted(set(got))
@@ -206,7 +202,7 @@ def test_memory_is_given_back(site: Site) -> None:
         return int(info["used_memory"])
 
     full = used()
-    site.trim(entries=1)
+    site.trim(keep_entries=1)
     assert used() < full - 15_000_000
 
 
@@ -320,7 +316,7 @@ def test_idle_sessions_are_forgotten_and_the_configurations_of_others_kept(site:
     idle = site.open("idle", heard=1, json={"configBindings": [{"identifier": "car-2", "channelOffset": 0}]})
     old = round(time.time() * 1000) - HOUR - 1
     site.shards.run_keyed([(index, ("ZADD", index, old, "idle"))])
-    site.trim(entries=1)
+    site.trim(keep_entries=1)
     assert set(site.keeping.trimmed("cars-0")) == set()
     assert site.forget() == {"sessions": 1, "streams": 0}
     assert [kept.identity for kept in site.keeping.sessions("cars-0")] == ["live"]

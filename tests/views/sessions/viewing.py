@@ -13,10 +13,10 @@ import msgspec
 from tailrace.api.requests import SessionFeedParameters
 from tailrace.log.request import AnyFrame, ControlFrame, EventFrame
 from tailrace.valkey.shards import Nodes, StoreOptions
-from tailrace.views.sessions.feed import SessionFeed, SessionFeeds
+from tailrace.views.sessions.feed import SessionFeed
 from tailrace.views.sessions.life import SessionParts
 from tailrace.views.sessions.reader import Archive, StreamHub
-from tailrace.views.sessions.request import make_session_request
+from tailrace.views.sessions.routes import make_session_request
 from tailrace.views.sessions.streams import LiveSessions
 from tests.views.sessions.recorded import Track
 
@@ -30,12 +30,12 @@ def now_ms() -> int:
 @asynccontextmanager
 async def feeds_of(
     store: StoreOptions, template: str = "sessions:{identity}", archive: Archive | None = None, ring: int = 64 << 20
-) -> AsyncIterator[SessionFeeds]:
+) -> AsyncIterator[SessionParts]:
     nodes = Nodes(store)
     live = LiveSessions(nodes, template)
     try:
-        async with StreamHub(live, ring) as hub:
-            yield SessionFeeds(SessionParts(hub, archive), now_ms)
+        async with aclosing(StreamHub(live, ring)) as hub:
+            yield SessionParts(hub, archive)
     finally:
         await nodes.close()
 
@@ -46,15 +46,15 @@ def views(track: Track) -> Any:
 
 
 async def opened(
-    feeds: SessionFeeds, identity: str = "lap", last_event_id: str | None = None, **asked: Any
+    feeds: SessionParts, identity: str = "lap", last_event_id: str | None = None, **asked: Any
 ) -> SessionFeed:
     parameters = SessionFeedParameters(**asked)
     request = make_session_request(identity, parameters, now_ms=now_ms(), last_event_id=last_event_id)
     assert request is not None
-    return await feeds.open(request)
+    return await SessionFeed.open(feeds, request)
 
 
-async def read(feeds: SessionFeeds, identity: str = "lap", **asked: Any) -> list[AnyFrame]:
+async def read(feeds: SessionParts, identity: str = "lap", **asked: Any) -> list[AnyFrame]:
     """Return all frames of a feed that ends."""
     found: list[AnyFrame] = []
     feed = await opened(feeds, identity, **asked)

@@ -189,9 +189,9 @@ class CountedFloors(LevelReader):
 
     looks = 0
 
-    async def read(self, shards: Iterable[int]) -> dict[int, Levels]:
+    async def read(self, tags: Iterable[str]) -> dict[str, Levels]:
         self.looks += 1
-        return await super().read(shards)
+        return await super().read(tags)
 
 
 async def test_L_11_notifications_of_one_interval_are_folded_into_one_look(

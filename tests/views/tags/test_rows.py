@@ -146,9 +146,7 @@ async def test_to_write_again_is_to_have_written_once_and_leaves_no_tombstones(
     assert [r.offset for r in await all_of(reader.rows("green", *ALL))] == list(range(300))
     connection = CassandraConnection(rows_store).open()
     try:
-        text = connection.text(
-            "SELECT * FROM $keyspace.tag_views WHERE tag_name = 'green' AND timebucket = $bucket", bucket=str(NOON)
-        )
+        text = connection.text(f"SELECT * FROM $keyspace.tag_views WHERE tag_name = 'green' AND timebucket = {NOON}")
         answer = connection.session.execute(text, trace=True)
         assert len(list(answer)) == 300
         trace = [event.description for event in answer.get_query_trace(10).events]

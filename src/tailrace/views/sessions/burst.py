@@ -11,7 +11,8 @@ however small records are. Invariant: for each channel, the samples of the messa
 and no samples pass an update of the session.
 
 A block is a burst as it is stored and sent, compressed with LZ4, in a container. Invariant: whatever the bytes are,
-decoding allocates at most ``most`` bytes; anything larger is refused. We write raw blocks and read five containers:
+decoding allocates at most ``MAX_BURST`` bytes; anything larger is refused. Tailrace writes raw blocks and reads five
+containers:
 
     block    a raw LZ4 block
     frame    an LZ4 frame, with its magic number
@@ -62,8 +63,6 @@ from tailrace.views.sessions.telemetry import (
 MAX_BURST = 1 << 20
 """Limit of the bytes of a burst before compression."""
 
-CONTAINERS = ("auto", "block", "frame", "sized", "pickle", "plain")
-
 _ORDER = ("frame", "plain", "block", "sized", "pickle")
 _BEGINS = {"frame": b"\x04\x22\x4d\x18", "plain": b"\n"}
 _MOST_RATIO = 255
@@ -79,23 +78,18 @@ def pack(data: bytes) -> bytes:
     return block
 
 
-def unpack(block: bytes, container: str = "auto", most: int = MAX_BURST) -> bytes:
-    """Return the serialised burst in a container; BadBurst if there is none, or it exceeds ``most`` bytes."""
-    if container == "auto":
-        return _sniffed(block, most)
-    open_it = _OPENERS.get(container)
-    if open_it is None:
-        raise ValueError(f"no container is called {container!r}: one of {', '.join(CONTAINERS)}")
-    return open_it(block, most)
+def unpack(block: bytes, container: str = "auto") -> bytes:
+    """Return the serialised burst in a container; BadBurst if there is none, or it exceeds ``MAX_BURST`` bytes."""
+    return _sniffed(block) if container == "auto" else _OPENERS[container](block)
 
 
-def _sniffed(block: bytes, most: int) -> bytes:
+def _sniffed(block: bytes) -> bytes:
     best, found = -1, b""
     for name in _ORDER:
         if not block.startswith(_BEGINS.get(name, b"")):
             continue
         try:
-            data = _OPENERS[name](block, most)
+            data = _OPENERS[name](block)
             likely = _likelihood(data)
         except (BadBurst, DecodeError):
             continue
@@ -105,7 +99,7 @@ def _sniffed(block: bytes, most: int) -> bytes:
             best, found = likely, data
     if best < 0:
         raise BadBurst(
-            f"{len(block)} bytes are a burst of up to {most} bytes in no container that is known: "
+            f"{len(block)} bytes are a burst of up to {MAX_BURST} bytes in no container that is known: "
             "write raw LZ4 blocks, and smaller bursts"
         )
     return found
@@ -118,82 +112,82 @@ def _likelihood(data: bytes) -> int:
     return _CERTAIN if burst.ByteSize() == len(data) else int(known)
 
 
-def _plain(block: bytes, most: int) -> bytes:
-    if len(block) > most:
-        raise _too_large("plain", most)
+def _plain(block: bytes) -> bytes:
+    _check_size("plain", len(block))
     return bytes(block)
 
 
-def _block(block: bytes, most: int) -> bytes:
-    return _decoded(block, min(most, len(block) * _MOST_RATIO), "block", most)
+def _block(block: bytes) -> bytes:
+    return _decoded("block", block, MAX_BURST)
 
 
-def _sized(block: bytes, most: int) -> bytes:
-    size = int.from_bytes(block[:4], "little")
+def _sized(block: bytes) -> bytes:
     if len(block) < 5:
         raise BadBurst("sized: 4 bytes of size and a block are wanted, and there are fewer than 5 bytes")
-    if size > most:
-        raise _too_large("sized", most)
-    return _exact(memoryview(block)[4:], size, "sized", most)
+    return _exact("sized", memoryview(block)[4:], int.from_bytes(block[:4], "little"))
 
 
-def _pickle(block: bytes, most: int) -> bytes:
+def _pickle(block: bytes) -> bytes:
     if not block or block[0] & 0b0011_1111:
         raise BadBurst("pickle: the first byte is not that of version 0")
-    width = _DIFF_WIDTHS[block[0] >> 6]
-    payload = memoryview(block)[1 + width :]
-    more = int.from_bytes(block[1 : 1 + width], "little")
-    if len(block) < 1 + width:
+    begin = 1 + _DIFF_WIDTHS[block[0] >> 6]
+    if len(block) < begin:
         raise BadBurst("pickle: it ends within its head")
-    if len(payload) + more > most:
-        raise _too_large("pickle", most)
-    return _exact(payload, len(payload) + more, "pickle", most) if more else bytes(payload)
+    payload, more = memoryview(block)[begin:], int.from_bytes(block[1:begin], "little")
+    if more:
+        return _exact("pickle", payload, len(payload) + more)
+    _check_size("pickle", len(payload))
+    return bytes(payload)
 
 
-def _frame(block: bytes, most: int) -> bytes:
+def _frame(block: bytes) -> bytes:
     opened = lz4.frame.LZ4FrameDecompressor()
     parts: list[bytes] = []
     size = 0
     # In steps, since the decompressor copies input that it does not need yet.
     for at in range(0, len(block), _STEP):
         try:
-            parts.append(opened.decompress(block[at : at + _STEP], max_length=most + 1 - size))
+            parts.append(opened.decompress(block[at : at + _STEP], max_length=MAX_BURST + 1 - size))
         except (RuntimeError, EOFError) as error:
             raise BadBurst(f"frame: {error}") from None
         size += len(parts[-1])
-        if size > most:
-            raise _too_large("frame", most)
+        _check_size("frame", size)
     if not opened.eof or opened.unused_data:
         raise BadBurst(f"frame: it {'is followed by something else' if opened.eof else 'ends before its end mark'}")
     return b"".join(parts)
 
 
-def _exact(payload: memoryview, size: int, name: str, most: int) -> bytes:
-    data = _decoded(payload, min(size, len(payload) * _MOST_RATIO), name, most)
-    if len(data) != size:
-        raise BadBurst(f"{name}: {len(data)} bytes came out of it, and it says {size}")
-    return data
-
-
-def _decoded(block: bytes | memoryview, room: int, name: str, most: int) -> bytes:
-    try:
-        data: bytes = lz4.block.decompress(block, uncompressed_size=room)
-    except lz4.block.LZ4BlockError:
-        raise BadBurst(f"{name}: no LZ4 block, or one that becomes more than {min(room, most)} bytes") from None
-    return data
-
-
-def _too_large(name: str, most: int) -> BadBurst:
-    return BadBurst(f"{name}: it becomes more than the {most} bytes that a burst may have: write smaller bursts")
-
-
-_OPENERS: Mapping[str, Callable[[bytes, int], bytes]] = {
+_OPENERS: Mapping[str, Callable[[bytes], bytes]] = {
     "block": _block,
     "frame": _frame,
     "sized": _sized,
     "pickle": _pickle,
     "plain": _plain,
 }
+
+
+def _exact(name: str, payload: memoryview, size: int) -> bytes:
+    _check_size(name, size)
+    data = _decoded(name, payload, size)
+    if len(data) != size:
+        raise BadBurst(f"{name}: {len(data)} bytes came out of it, and it says {size}")
+    return data
+
+
+def _decoded(name: str, block: bytes | memoryview, most: int) -> bytes:
+    room = min(most, len(block) * _MOST_RATIO)
+    try:
+        data: bytes = lz4.block.decompress(block, uncompressed_size=room)
+    except lz4.block.LZ4BlockError:
+        raise BadBurst(f"{name}: no LZ4 block, or one that becomes more than {room} bytes") from None
+    return data
+
+
+def _check_size(name: str, size: int) -> None:
+    if size > MAX_BURST:
+        raise BadBurst(
+            f"{name}: it becomes more than the {MAX_BURST} bytes that a burst may have: write smaller bursts"
+        )
 
 
 TARGET = 64 << 10
@@ -262,7 +256,7 @@ def row(channels: Sequence[int], time: int, buffer: bytes) -> bytes:
 
 def event(definition: int, app: str, time: int, text: str = "", values: Sequence[float] = ()) -> bytes:
     if not -(2**31) <= definition < 2**31:
-        raise BadSample("out-of-range", f"{definition} is no id of an event")
+        raise BadSample(f"out-of-range: {definition} is no id of an event")
     what = Event(event_definition_id=definition, app_name=app, timestamp=time, status_text=text, raw_data=values)
     return _bytes(StreamData(event=what))
 
@@ -415,14 +409,9 @@ class SampleRun(msgspec.Struct, gc=False):
 
     def absorb(self, other: Piece) -> bool:
         """Append a run that continues this one; return False if it does not."""
-        if (
-            type(other) is not SampleRun
-            or other.interval != self.interval
-            or other.width != self.width
-            or not self.interval
-        ):
+        if type(other) is not SampleRun or (other.interval, other.width) != (self.interval, self.width):
             return False
-        if other.start != self.start + self.interval * self.count:
+        if not self.interval or other.start != self.start + self.interval * self.count:
             return False
         self.buffers += other.buffers
         self.count += other.count
@@ -520,7 +509,7 @@ def run_of(part: Periodic, channel_of: ChannelOf) -> SampleRun | None:
     if part.interval is not None:
         interval = nanoseconds(part.interval)
     if interval < 0 or (not interval and count > 1):
-        raise BadSample("bad-interval", f"{interval} ns between samples: `interval` is missing, or not above 0")
+        raise BadSample(f"bad-interval: {interval} ns between samples: `interval` is missing, or not above 0")
     nanoseconds(start + interval * max(0, count - 1))
     return SampleRun(part.channel, start, interval, width, [buffer], count) if count else None
 
@@ -530,7 +519,7 @@ def points_of(part: Timestamped, channel_of: ChannelOf) -> Points | None:
     buffer, width = _samples(part, channel_of(part.channel))
     times = _spread(part) if part.times is None else _array(part.times)
     if len(times) * width != len(buffer):
-        raise BadSample("bad-count", f"{len(times)} times for {len(buffer) // width} samples")
+        raise BadSample(f"bad-count: {len(times)} times for {len(buffer) // width} samples")
     if not len(times):
         return None
     return Points(part.channel, [times], width, [buffer], int(times.min()), int(times.max()))
@@ -539,7 +528,7 @@ def points_of(part: Timestamped, channel_of: ChannelOf) -> Points | None:
 def row_of(part: SampleRow, channel_of: ChannelOf) -> WholeMessage:
     time, channels = nanoseconds(part.time), [channel_of(channel) for channel in part.channels]
     if not channels:
-        raise BadSample("bad-count", "a row without channels")
+        raise BadSample("bad-count: a row without channels")
     types = [part.as_ if channel is None else channel.type for channel in channels]
     buffer = part.data
     if buffer is None:
@@ -549,9 +538,9 @@ def row_of(part: SampleRow, channel_of: ChannelOf) -> WholeMessage:
             buffer += pack_values(type_, values[at:after], channel is not None and channel.big_endian)
             at = after
         if at != len(values):
-            raise BadSample("bad-count", f"{len(values)} values for {at}")
+            raise BadSample(f"bad-count: {len(values)} values for {at}")
     if len(buffer) != (wanted := sum(WIDTHS[type_] for type_ in types)):
-        raise BadSample("bad-width", f"{len(buffer)} bytes for samples of {wanted}")
+        raise BadSample(f"bad-width: {len(buffer)} bytes for samples of {wanted}")
     return _whole(row(part.channels, time, buffer), time, part.channels)
 
 
@@ -562,7 +551,7 @@ def event_of(part: TelemetryEvent) -> WholeMessage:
 
 def _whole(message: bytes, time: int, channels: Sequence[int] = ()) -> WholeMessage:
     if len(message) > MAX_BURST - HEAD:
-        raise BadSample("too-large", f"{len(message)} bytes that cannot be divided; {MAX_BURST - HEAD} are possible")
+        raise BadSample(f"too-large: {len(message)} bytes that cannot be divided; {MAX_BURST - HEAD} are possible")
     return WholeMessage(message, time, channels)
 
 
@@ -575,7 +564,7 @@ def _samples(part: Periodic | Timestamped, channel: Channel | None) -> tuple[byt
             type_, () if part.values is None else part.values, channel is not None and channel.big_endian
         ), width
     if len(part.data) % width:
-        raise BadSample("bad-width", f"{len(part.data)} bytes are no samples of {type_}, which have {width}")
+        raise BadSample(f"bad-width: {len(part.data)} bytes are no samples of {type_}, which have {width}")
     return part.data, width
 
 
@@ -587,7 +576,7 @@ def _array(times: Sequence[Time] | npt.NDArray[np.int64]) -> npt.NDArray[np.int6
     try:
         return np.array(times, np.int64)
     except OverflowError:
-        raise BadSample("bad-time", "a time does not fit into 64 bits") from None
+        raise BadSample("bad-time: a time does not fit into 64 bits") from None
 
 
 def _spread(part: Timestamped) -> npt.NDArray[np.int64]:
@@ -596,8 +585,8 @@ def _spread(part: Timestamped) -> npt.NDArray[np.int64]:
     try:
         steps = np.array(part.deltas, np.int64)
     except OverflowError:
-        raise BadSample("bad-time", "a delta does not fit into 64 bits") from None
+        raise BadSample("bad-time: a delta does not fit into 64 bits") from None
     # In floats first: they do not overflow.
     if abs(start) + abs(scale) * float(np.abs(steps.astype(np.float64)).sum()) >= 2.0**63:
-        raise BadSample("bad-time", "the times do not fit into 64 bits")
+        raise BadSample("bad-time: the times do not fit into 64 bits")
     return start + scale * np.cumsum(steps)

@@ -133,7 +133,7 @@ class SessionPrinter(Printer):
         return [*words, *self.names]
 
     def cursor_of_new_request(self, cursor: str) -> str:
-        from tailrace.views.sessions.request import SessionCursor
+        from tailrace.views.sessions.streams import SessionCursor
 
         return str(SessionCursor.parse(cursor).renewed())
 
@@ -227,15 +227,8 @@ class Board:
         behind = (self._clock() - newest) / 1e9
         lag = f"{max(0.0, behind):.1f} s behind" if newest and self.state == "open" and behind < SILENT_S else ""
         state = self.state if self.state or self.gauges else "waiting for the session"
-        words = (
-            visible(self.identity),
-            visible(state),
-            span_text(self.range),
-            lag,
-            visible(self.notice),
-            visible(self.warning),
-        )
-        return "  ".join(filter(None, words))
+        words = self.identity, state, span_text(self.range), lag, self.notice, self.warning
+        return "  ".join(visible(word) for word in words if word)
 
     @staticmethod
     def _cells(gauge: Gauge) -> dict[str, str]:
@@ -255,23 +248,17 @@ class Gauge:
     def add(self, series: ChannelSeries) -> None:
         for time, value in series.samples:
             self._times.append(time)
+            self.last, at = value, time // CELL_NS
+            if not self._cells or at > self._cells[-1].at:
+                self._cells.append(_Cell(at))
             if isinstance(value, int | float):
                 self.least, self.greatest = min(self.least, value), max(self.greatest, value)
-                self._note(time // CELL_NS, value)
-            else:
-                self._note(time // CELL_NS, None)
-        if series.samples:
-            self.last = series.samples[-1][1]
+                cell = self._cells[-1]
+                if at == cell.at:  # a late sample is in no bar
+                    cell.sum, cell.count = cell.sum + value, cell.count + 1
         newest = max(self._times, default=0)
         while self._times and self._times[0] < newest - RATE_NS:
             self._times.popleft()
-
-    def _note(self, at: int, value: float | None) -> None:
-        if not self._cells or at > self._cells[-1].at:
-            self._cells.append(_Cell(at))
-        cell = self._cells[-1]
-        if value is not None and at == cell.at:  # a late sample is in no bar
-            cell.sum, cell.count = cell.sum + value, cell.count + 1
 
     @property
     def newest(self) -> int | None:

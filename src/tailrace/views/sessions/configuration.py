@@ -28,7 +28,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
 from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -116,11 +115,6 @@ class Conversion(msgspec.Struct, frozen=True):
     def kind(self) -> str:
         return _KINDS[type(self.how)]
 
-    @property
-    def is_computed(self) -> bool:
-        """False if ``convert`` cannot return the values that the configuration means."""
-        return not isinstance(self.how, Formula)
-
     def convert(self, raw: Array) -> Array | list[str]:
         """Return the value of each raw number; texts if it is a conversion to text."""
         values = self.how.values(_bits(raw, self.shift, self.mask))
@@ -170,7 +164,7 @@ class Parameter(msgspec.Struct, frozen=True):
 
     def described(self) -> dict[str, Any]:
         """Return it as JSON for clients; they get converted values, unless ``converted`` is false."""
-        conversion = {"conversion": self.conversion.kind, "converted": self.conversion.is_computed}
+        conversion = {"conversion": self.conversion.kind, "converted": self.conversion.kind != "formula"}
         return _without(self, "app", "channels", "conversion") | conversion
 
 
@@ -417,12 +411,13 @@ class Channels:
         for channel in (channel for each in bound for channel in each.channels):
             self._channels.setdefault(channel.id, channel)
         self._events = {(event.app, event.id): event for event in reversed(self.events)}
+        self._parameters: dict[int, list[Parameter]] = {}
+        for parameter in self.parameters:
+            for number in parameter.channels:
+                self._parameters.setdefault(number, []).append(parameter)
 
     def __iter__(self) -> Iterator[Channel]:
         return iter(self._channels.values())
-
-    def __len__(self) -> int:
-        return len(self._channels)
 
     def get(self, channel: int) -> Channel | None:
         return self._channels.get(channel)
@@ -431,15 +426,7 @@ class Channels:
         return self._events.get((app, definition))
 
     def parameters_of(self, channel: int) -> list[Parameter]:
-        return self._parameters_of.get(channel, [])
-
-    @cached_property
-    def _parameters_of(self) -> dict[int, list[Parameter]]:
-        found: dict[int, list[Parameter]] = {}
-        for parameter in self.parameters:
-            for channel in parameter.channels:
-                found.setdefault(channel, []).append(parameter)
-        return found
+        return self._parameters.get(channel, [])
 
     def described(self) -> list[dict[str, Any]]:
         """Return the channels as JSON for clients, by number, each with its parameters."""
@@ -532,7 +519,7 @@ class Catalogue:
         channels = self.channels(bindings)
         found = channels.get(number)
         if found is None and channels.complete:
-            raise BadSample("unknown-channel", f"no configuration of the session has a channel {number}")
+            raise BadSample(f"unknown-channel: no configuration of the session has a channel {number}")
         return found
 
     def _add(self, identifier: str, text: bytes) -> None:

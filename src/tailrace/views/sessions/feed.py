@@ -5,23 +5,14 @@ as a gap. Samples that it held in an open cell when it stopped, it reads again. 
 session's hash, and writers write the hash before the stream, so nothing is lost between the two: ``caught-up`` marks
 the begin of live samples.
 
-A frame as JSON:
-
-    {"session": "lap-7", "position": "1789200000000-3", "range": ["1789…", "1789…"], "json": {…},
-     "channels": [{"channel": 1, "name": "vCar:Chassis", "unit": "km/h", "start": "1789200000000000000",
-                   "t": [0, 5000000], "v": [12.5, null]}],
-     "events": [{"id": 4, "app": "engine", "time": "1789…", "text": "over speed", "values": [301.5]}]}
-
-The binary form is the length of a header (32 bits, little-endian), the header, which is JSON and has the cursor as
-``id``, zeros up to a multiple of eight, and the samples: for each channel ``n`` times as int64 at ``times`` and as many
-values as float64 at ``values``, in bytes from the begin of the samples; texts are in the header, as ``v``. Offsets of
-times in JSON are below 2^53.
+``docs/sessions.md`` describes the two forms of a frame, JSON and binary. Offsets of times in JSON are below 2^53.
 """
 
 from __future__ import annotations
 
 import asyncio
 import struct
+import time
 from collections.abc import AsyncGenerator, Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -34,18 +25,19 @@ from tailrace.log.request import AnyFrame, ControlFrame, EventFrame, Moved
 from tailrace.views.sessions.life import Beginning, LifeItem, SessionLife, SessionParts, begin_life, recover_lost
 from tailrace.views.sessions.model import merge_session_json
 from tailrace.views.sessions.reader import LostStretch
-from tailrace.views.sessions.request import (
-    FromSessionCursor,
+from tailrace.views.sessions.samples import (
     Line,
-    Selection,
-    SessionCursor,
-    SessionRequest,
-    SessionStart,
+    LineSeries,
     StreamPosition,
+    Thinner,
+    Times,
     UnsentSamples,
+    Values,
+    between,
+    by_line,
+    concatenated,
 )
-from tailrace.views.sessions.samples import LineSeries, Thinner, Times, Values, between, concatenated
-from tailrace.views.sessions.streams import Located
+from tailrace.views.sessions.streams import FromSessionCursor, Located, SessionCursor, SessionRequest, SessionStart
 from tailrace.views.sessions.telemetry import CLOSED
 
 BATCH_BYTES, BATCH_ENTRIES = 256 << 10, 512
@@ -133,10 +125,7 @@ def _named(line: Line) -> dict[str, Any]:
 
 def _items(series: Sequence[LineSeries]) -> Iterator[tuple[Line, Times, Values]]:
     """Yield the samples of each line, in as few slices as the limit of offsets allows."""
-    lines: dict[Line, list[LineSeries]] = {}
-    for each in series:
-        lines.setdefault(each.line, []).append(each)
-    for line, found in lines.items():
+    for line, found in by_line(series).items():
         whole = found[0] if len(found) == 1 else concatenated(found)
         times, values = whole.times, whole.values
         while len(times):
@@ -149,33 +138,14 @@ def _items(series: Sequence[LineSeries]) -> Iterator[tuple[Line, Times, Values]]
             times, values = times[end:], values[end:]
 
 
-class SessionFeeds:
-    def __init__(self, parts: SessionParts, clock: Callable[[], int]) -> None:
-        self.parts = parts
-        self._clock = clock
-
-    async def open(self, request: SessionRequest, form: Form = as_json) -> SessionFeed:
-        """Check the request against the session and find its start, before anything is sent.
-
-        Raises:
-            SessionNotFound: There is no such session, and the request does not wait.
-            BadRequest: It lacks a requested channel.
-            CursorGone: The start is gone, and the request wants no gaps.
-        """
-        feed = SessionFeed(self.parts, request, form, self._clock)
-        await feed.begin()
-        return feed
-
-
 class SessionFeed:
     """An open feed: ``async for`` yields batches of frames until it ends; ``aclose`` ends it early."""
 
-    def __init__(self, parts: SessionParts, request: SessionRequest, form: Form, clock: Callable[[], int]) -> None:
-        self._parts, self._request, self._form, self._clock = parts, request, form, clock
-        self._selection = Selection(request.channels, request.raw)
+    def __init__(self, parts: SessionParts, request: SessionRequest, form: Form) -> None:
+        self._parts, self._request, self._form = parts, request, form
+        self._parameters = request.parameters
         self._until_time = request.until if isinstance(request.until, int) else None
         """Samples after this time (ns) are left out."""
-        self._until_cursor = request.until if isinstance(request.until, SessionCursor) else None
         self._life: SessionLife | None = None
         self._thinner: Thinner[Line] = Thinner(request.thinning)
         self._unsent: UnsentSamples | None = None
@@ -196,6 +166,23 @@ class SessionFeed:
         self._ended = self._moved = self._dropping = False
         self._wait = _Wait()
 
+    @classmethod
+    async def open(cls, parts: SessionParts, request: SessionRequest, form: Form = as_json) -> SessionFeed:
+        """Check the request against the session and find its start, before anything is sent.
+
+        Raises:
+            SessionNotFound: There is no such session, and the request does not wait.
+            BadRequest: It lacks a requested channel.
+            CursorGone: The start is gone, and the request wants no gaps.
+        """
+        feed = cls(parts, request, form)
+        try:
+            await feed._begin()
+        except BaseException:
+            await feed.aclose()
+            raise
+        return feed
+
     @property
     def cursor(self) -> str:
         """Cursor of the feed; empty while there is no session."""
@@ -215,28 +202,6 @@ class SessionFeed:
         """Continue at the live end, and report that: the viewer is too slow."""
         self._dropping = True
         self._wait.wake.set()
-
-    async def begin(self) -> None:
-        """Join the session, if it exists, and read its first entries."""
-        try:
-            located = await self._parts.live.get(self._request.identity)
-            if located is None or located.json is None:
-                if self._request.missing == "fail":
-                    raise SessionNotFound(
-                        f"no session is called {self._request.identity!r}: see the list of sessions, or wait for it "
-                        "with missing=wait"
-                    )
-                return
-            await self._join(located, self._request.start)
-            while self._life is not None and (lost := await self._life.fill()) is not None:
-                if await self._resumes(self._life, lost):
-                    continue
-                if self._request.on_gap == "fail":
-                    raise lost.error(self._request.identity)
-                break
-        except BaseException:
-            await self.aclose()
-            raise
 
     async def aclose(self) -> None:
         self._ended = True
@@ -262,12 +227,30 @@ class SessionFeed:
 
     # The begin.
 
+    async def _begin(self) -> None:
+        """Join the session, if it exists, and read its first entries."""
+        located = await self._parts.live.get(self._request.identity)
+        if located is None or located.json is None:
+            if self._parameters.missing == "fail":
+                raise SessionNotFound(
+                    f"no session is called {self._request.identity!r}: see the list of sessions, or wait for it with "
+                    "missing=wait"
+                )
+            return
+        await self._join(located, self._request.start)
+        while self._life is not None and (lost := await self._life.fill()) is not None:
+            if await self._resumes(self._life, lost):
+                continue
+            if self._parameters.on_gap == "fail":
+                raise lost.error(self._request.identity)
+            break
+
     async def _appears(self) -> bool:
         located = await self._parts.live.get(self._request.identity)
         if located is not None and located.json is not None:
             await self._join(located, self._request.start)
             return True
-        if not self._request.follow:
+        if not self._parameters.follow:
             self._announced = self._ended = True
             self._pending.append(ControlFrame("end", "", _encode({"reason": "caught-up", "events": 0})))
             return True
@@ -277,9 +260,7 @@ class SessionFeed:
     async def _join(self, located: Located, start: SessionStart, is_latest: bool = True) -> None:
         """Follow the session from a start on: its latest life, or without ``is_latest`` this one."""
         is_resumed = isinstance(start, FromSessionCursor)
-        life = self._life = await SessionLife.join(
-            self._parts, located, self._selection, self._until_cursor, self._wait.wake, is_latest
-        )
+        life = self._life = await SessionLife.join(self._parts, located, self._request, self._wait.wake, is_latest)
         begin = await begin_life(life, start)
         if begin.is_over:
             await self._expect(life, life.located)  # the rest of the earlier life first, if it was in this stream
@@ -323,7 +304,7 @@ class SessionFeed:
 
     async def _gather(self) -> list[AnyFrame]:
         """Return a batch, in as few frames as possible."""
-        life, limit, is_strict = self._life, self._request.limit, self._request.on_gap == "fail"
+        life, limit, is_strict = self._life, self._parameters.limit, self._parameters.on_gap == "fail"
         frames, self._pending = self._pending, []
         if life is None or self._ended:
             return frames
@@ -407,7 +388,7 @@ class SessionFeed:
         return EventFrame(cursor, life.shared(item, key, lambda: form(frame, cursor), len))
 
     def _gap(self, lost: LostStretch) -> AnyFrame:
-        if self._request.on_gap == "fail":
+        if self._parameters.on_gap == "fail":
             raise lost.error(self._request.identity)
         self._position = lost.move(self._position)
         return ControlFrame("gap", self.cursor, _encode(lost.facts(self._request.identity)))
@@ -424,7 +405,7 @@ class SessionFeed:
 
     async def _controls(self) -> list[AnyFrame]:
         """Report that the feed has caught up, that another life began, or that it has ended."""
-        life, request, frames = self._life, self._request, list[AnyFrame]()
+        life, limit, frames = self._life, self._parameters.limit, list[AnyFrame]()
         if life is None or self._ended:
             return frames
         if self._next_life is not None and life.is_read and life.is_past(self._next_life[1]):
@@ -434,7 +415,7 @@ class SessionFeed:
         if not self._announced and self._next_life is None and life.is_past(life.target):
             self._announced = True
             frames.append(ControlFrame("caught-up", self.cursor, _encode({"position": id_text(life.target)})))
-        if request.limit is not None and self._sent >= request.limit:
+        if limit is not None and self._sent >= limit:
             return frames + self._end("limit")
         if life.is_past_end(self._position):
             return frames + self._end("until")
@@ -443,13 +424,13 @@ class SessionFeed:
             return frames + self._flush() + self._end("until")
         if life.is_read and life.state in CLOSED:
             frames += await self._close(life)
-        if not self._ended and not request.follow and self._next_life is None and life.is_past(life.target):
+        if not self._ended and not self._parameters.follow and self._next_life is None and life.is_past(life.target):
             frames += self._flush() + self._end("caught-up")
         return frames
 
     def _left_ns(self) -> int | None:
         """Return the time that a live feed still waits; None if it has no time at which it ends."""
-        return None if self._until_time is None else self._until_time + GRACE_NS - self._clock() * 1_000_000
+        return None if self._until_time is None else self._until_time + GRACE_NS - time.time_ns()
 
     def _flush(self) -> list[AnyFrame]:
         self._joined.add(self._thinner.flush())
@@ -525,7 +506,7 @@ class SessionFeed:
     def _cursor(self) -> SessionCursor:
         assert self._life is not None
         unsent = self._thinner.unsent(self._position) if self._is_rebuilt else self._unsent
-        sent = self._sent if self._request.limit is not None else None
+        sent = self._sent if self._parameters.limit is not None else None
         return SessionCursor(self._life.number, self._position, unsent, sent, self._request.since)
 
 
@@ -587,8 +568,8 @@ class _Joined(msgspec.Struct):
 
     def add_events(self, events: Iterable[dict[str, Any]], since: int | None, until: int | None) -> None:
         for event in events:
-            time = int(event["time"])
-            if (since is None or time >= since) and (until is None or time <= until):
+            at = int(event["time"])
+            if (since is None or at >= since) and (until is None or at <= until):
                 self.events.append(event)
 
 

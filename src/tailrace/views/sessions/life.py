@@ -36,20 +36,32 @@ from tailrace.views.sessions.reader import (
     Tap,
     partition_of,
 )
-from tailrace.views.sessions.request import (
-    FromMoment,
-    FromSessionCursor,
+from tailrace.views.sessions.samples import (
+    Content,
     Line,
     Lines,
-    Selection,
-    SessionCursor,
-    SessionStart,
+    LineSeries,
     StreamPosition,
+    Thinner,
     Thinning,
     UnsentSamples,
+    content_of,
+    step,
+    thinned,
 )
-from tailrace.views.sessions.samples import Content, LineSeries, Thinner, content_of, step, thinned
-from tailrace.views.sessions.streams import LiveSessions, Located, OffsetBounds, StreamEntry, offset_bounds, state_of
+from tailrace.views.sessions.streams import (
+    FromMoment,
+    FromSessionCursor,
+    LiveSessions,
+    Located,
+    OffsetBounds,
+    SessionCursor,
+    SessionRequest,
+    SessionStart,
+    StreamEntry,
+    offset_bounds,
+    state_of,
+)
 from tailrace.views.sessions.telemetry import CLOSED
 
 AGAIN_S = 1.0
@@ -95,13 +107,7 @@ class SessionLife:
     """A life of a session, read from some position on. Close ``stack`` when it is left."""
 
     def __init__(
-        self,
-        parts: SessionParts,
-        located: Located,
-        tap: Tap,
-        target: EntryId,
-        selection: Selection,
-        end: SessionCursor | None,
+        self, parts: SessionParts, located: Located, tap: Tap, target: EntryId, request: SessionRequest
     ) -> None:
         self.parts, self.located = parts, located
         self.target = target
@@ -113,7 +119,8 @@ class SessionLife:
         self.stack = AsyncExitStack()
         self.position = StreamPosition.of(target)
         """Position after the last item."""
-        self._selection, self._end = selection, end
+        self._selection = request.selection
+        self._end = request.until if isinstance(request.until, SessionCursor) else None
         self._end_in_kafka: StreamPosition | None = None
         self._stream = StreamReader(parts.live, tap, located.number, target)
         self._kafka: KafkaReader | None = None
@@ -122,7 +129,7 @@ class SessionLife:
         self._channels = Channels()
         self._missing: frozenset[str] = frozenset()
         """Configurations that are not in the channels yet."""
-        self._lines = Lines(selection, self._channels)
+        self._lines = Lines(self._selection, self._channels)
         self._loaded_at = 0.0
 
     @classmethod
@@ -130,8 +137,7 @@ class SessionLife:
         cls,
         parts: SessionParts,
         located: Located,
-        selection: Selection,
-        end: SessionCursor | None,
+        request: SessionRequest,
         waiter: asyncio.Event,
         is_latest: bool = True,
     ) -> SessionLife:
@@ -152,7 +158,7 @@ class SessionLife:
                 if found is not None and not is_same and not is_latest:
                     found, target = None, max(target, await parts.live.tail(located.stream))
                 if found is None or is_same:
-                    life = cls(parts, found or located, tap, target, selection, end)
+                    life = cls(parts, found or located, tap, target, request)
                     await life._bind(life.located.merged or life.located.json)
                     life.stack = stack.pop_all()
                     return life
@@ -552,7 +558,7 @@ async def _in_kafka(life: SessionLife, located: Located, cursor: SessionCursor) 
         if lost_after.in_stream:
             return None
         hole = Hole(bounds.low, LostStretch(lost_after, StreamPosition.of(trimmed), "trimmed"))
-    elif not bounds.is_exact:
+    elif bounds.low != bounds.high:
         lost = LostStretch(lost_after, StreamPosition.at_offset(bounds.high), "trimmed", back=True)
         hole = Hole(bounds.low, lost)
     kafka = KafkaReader(archive, live, located, partition, after, BEGINNING if hole else position.entry, hole)

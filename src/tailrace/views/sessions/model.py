@@ -312,6 +312,10 @@ class PendingWrites(msgspec.Struct, frozen=True):
     configs: Mapping[str, bytes]
 
 
+_Begin: TypeAlias = Callable[[Mapping[str, Any]], Session]
+"""Returns the new session that a record opens, with these properties."""
+
+
 class _Sheet:
     """Pending changes of one session."""
 
@@ -405,54 +409,43 @@ class Recorder:
         if isinstance(record, OpenSession):
             for identifier, config in record.configs.items():
                 self._publish(f"configs.{identifier[:40]}", identifier, config, wrong)
-        begin = partial(Session.opening, identity, self._stream, self._writer, offset, time_ms)
-        if known is not None and known.is_closed:
-            known = None
+        if known is not None:
+            known = None if known.is_closed else known.heard_of(time_ms)
+
+        def begin(update: Mapping[str, Any]) -> Session:
+            new = Session.opening(identity, self._stream, self._writer, offset, time_ms, update)
+            return new.heard_of(time_ms)
+
         if isinstance(record, Data):
-            self._data(known, begin, time_ms, record, wrong)
+            self._data(known, begin, record, wrong)
         else:
-            self._update(known, begin, time_ms, identity, record, wrong)
+            update, faults = checked(identity, record.json)
+            wrong += faults
+            self._update(known, begin, record, update)
         return STORED
 
     def _update(
-        self,
-        known: Session | None,
-        begin: Callable[[Mapping[str, Any]], Session],
-        time_ms: int,
-        identity: str,
-        record: OpenSession | Update | Close,
-        wrong: list[Fault],
+        self, known: Session | None, begin: _Begin, record: OpenSession | Update | Close, update: dict[str, Any]
     ) -> None:
-        update, faults = checked(identity, record.json)
-        wrong += faults
         if isinstance(record, Close):
             update["state"] = record.state
         elif update.get("state") is None and (isinstance(record, OpenSession) or (known and known.state == ABANDONED)):
             update["state"] = "open"
-        if known is None and update.get("state") in CLOSED:
+        if known is not None:
+            self._note(known, known.updated(update))
+        elif (ended := update.get("state")) in CLOSED:
             # It begins before it ends, if only by a moment.
-            ended = str(update["state"])
             opened = begin({**update, "state": "open"})
-            self._note(None, opened.heard_of(time_ms), opening=True)
-            self._note(opened, self._sessions[identity].in_state(ended))
-        elif known is None:
-            self._note(None, begin(update).heard_of(time_ms), opening=True)
+            self._note(None, opened, opening=True)
+            self._note(opened, opened.in_state(str(ended)))
         else:
-            self._note(known, known.updated(update).heard_of(time_ms))
+            self._note(None, begin(update), opening=True)
 
-    def _data(
-        self,
-        known: Session | None,
-        begin: Callable[[Mapping[str, Any]], Session],
-        time_ms: int,
-        record: Data,
-        wrong: list[Fault],
-    ) -> None:
+    def _data(self, known: Session | None, begin: _Begin, record: Data, wrong: list[Fault]) -> None:
         pieces, spans = self._pieces(known, record, wrong)
         if wrong and not pieces and not spans:
             return
         session = begin({}) if known is None else known.awake()
-        session = session.heard_of(time_ms)
         if spans:
             session = session.widened(min(start for start, _ in spans), max(end for _, end in spans))
         sheet = self._note(known, session, opening=known is None)

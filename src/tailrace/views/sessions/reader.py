@@ -28,7 +28,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
-from types import TracebackType
 from typing import Any, TypeVar, cast
 from weakref import WeakValueDictionary
 
@@ -41,15 +40,13 @@ from tailrace.log.event import Partition, poison
 from tailrace.valkey.shards import mapping
 from tailrace.views.sessions.configuration import Catalogue
 from tailrace.views.sessions.model import PROGRAM, Recorder, Session
-from tailrace.views.sessions.request import StreamPosition
-from tailrace.views.sessions.streams import LiveSessions, Located, Seam, StreamEntry, entry_of, seam_after
+from tailrace.views.sessions.samples import StreamPosition
+from tailrace.views.sessions.streams import PAGE, LiveSessions, Located, Seam, StreamEntry, entry_of, seam_after
 from tailrace.views.sessions.telemetry import Refused, head, identity_of, parse
 
 logger = logging.getLogger(__name__)
 
 BLOCK_MS = 1000
-READ_ENTRIES = 32
-"""Entries in one read: each may have a megabyte."""
 CHECK_S = 5.0
 """Silence after which the hub checks that the stream is still the same."""
 OPEN_S = 10.0
@@ -167,7 +164,7 @@ class Tap:
 
 
 class StreamHub:
-    """The shared readers of a process. Use as ``async with``: its tasks end with it.
+    """The shared readers of a process; ``aclose`` ends their tasks.
 
     ``ring_bytes`` limits the buffered entries of all streams together, and the forms derived from them.
     """
@@ -178,25 +175,17 @@ class StreamHub:
         self._forms: deque[tuple[dict[Hashable, Any], Hashable, int]] = deque()
         self._forms_size = 0
         self._interned: WeakValueDictionary[Hashable, Hashable] = WeakValueDictionary()
-        self._taps: dict[str, Tap] = {}
+        self.taps: dict[str, Tap] = {}
+        """The followed streams, by name."""
         self._readers: dict[str, asyncio.Task[None]] = {}
 
-    async def __aenter__(self) -> StreamHub:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def aclose(self) -> None:
         readers = list(self._readers.values())
         self._readers.clear()
-        self._taps.clear()
+        self.taps.clear()
         for reader in readers:
             reader.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
-
-    @property
-    def followed(self) -> int:
-        return len(self._taps)
 
     def form(
         self, entry: StreamEntry, form: Hashable, make: Callable[[StreamEntry], T], size_of: Callable[[T], int]
@@ -225,9 +214,9 @@ class StreamHub:
     @contextlib.asynccontextmanager
     async def follow(self, stream: str, waiter: asyncio.Event) -> AsyncIterator[Tap]:
         """Follow a stream: ``waiter`` is set whenever its tap changes. StoreUnavailable if the store is silent."""
-        tap = self._taps.get(stream)
+        tap = self.taps.get(stream)
         if tap is None:
-            tap = self._taps[stream] = Tap(stream)
+            tap = self.taps[stream] = Tap(stream)
             self._readers[stream] = asyncio.create_task(self._read(tap), name=f"stream {stream}")
         tap.waiters.add(waiter)
         try:
@@ -239,8 +228,8 @@ class StreamHub:
             yield tap
         finally:
             tap.waiters.discard(waiter)
-            if not tap.waiters and self._taps.get(stream) is tap:
-                del self._taps[stream]
+            if not tap.waiters and self.taps.get(stream) is tap:
+                del self.taps[stream]
                 self._readers.pop(stream).cancel()
 
     async def _read(self, tap: Tap) -> None:
@@ -266,14 +255,14 @@ class StreamHub:
         clock = asyncio.get_running_loop().time
         read_at = clock()
         while True:
-            command = ("XREAD", "COUNT", READ_ENTRIES, "BLOCK", BLOCK_MS, "STREAMS", key, id_text(tap.head))
+            command = ("XREAD", "COUNT", PAGE, "BLOCK", BLOCK_MS, "STREAMS", key, id_text(tap.head))
             answer = await self.live.nodes.block_keyed(key, reader, command, BLOCK_MS / 1000)
-            gone = await self.live.trimmed_newest(tap.stream) if answer else BEGINNING
-            if gone > tap.head and gone <= await self.live.last_generated_id(tap.stream):
+            gone = await self.live.trimmed(tap.stream) if answer else None
+            if gone is not None and tap.head < gone <= await self.live.last_generated_id(tap.stream):
                 tap.restart(gone)  # entries were trimmed before they were read: followers ask the store
             # No await from here until the followers are woken: they see a tap before or after the change.
             for _, entries in answer.items() if isinstance(answer, dict) else answer or ():
-                tap.add(map(entry_of, entries), max(1 << 16, self._ring_bytes // max(1, len(self._taps))))
+                tap.add(map(entry_of, entries), max(1 << 16, self._ring_bytes // max(1, len(self.taps))))
                 read_at = clock()
             if answer:
                 tap.wake()
@@ -292,8 +281,6 @@ class StreamHub:
             tap.wake()
 
 
-AT_ONCE = 32
-"""Entries in one read of a stream."""
 TRIES = 5
 """Attempts of a read that a trim has crossed."""
 
@@ -371,7 +358,7 @@ class StreamReader:
         buffered = tap.after(self.reached, self.number)
         if buffered is None:
             return await self._from_store()
-        entries = buffered[:AT_ONCE]
+        entries = buffered[:PAGE]
         self.reached = entries[-1].id if len(entries) < len(buffered) else max(self.reached, tap.head)
         return _pieces(entries)
 
@@ -380,7 +367,7 @@ class StreamReader:
         for _ in range(TRIES):
             trimmed = await self._live.trimmed(stream, self.number) or BEGINNING
             begin = max(self.reached, trimmed)
-            entries, reached = await self._live.scan(stream, begin, AT_ONCE, self.number, head)
+            entries, reached = await self._live.scan(stream, begin, PAGE, self.number, head)
             former, trimmed = trimmed, await self._live.trimmed(stream, self.number) or BEGINNING
             if former == trimmed:
                 break

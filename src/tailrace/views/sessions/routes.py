@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, aclosing
 from datetime import UTC, datetime, timedelta
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from typing import Annotated, Any
 
@@ -48,17 +48,27 @@ from tailrace.http.problems import problem_of
 from tailrace.http.routing import Here, LastEventId, Routes, admit, decoded, read_parameters
 from tailrace.http.service import Service, ViewService, now_ms
 from tailrace.kafka.broker import BrokerTopics, Records, client_properties
-from tailrace.log.cursor import BEGINNING, id_text
+from tailrace.log.cursor import BEGINNING, FromEnd, FromStart, id_text
 from tailrace.log.event import iso_time
-from tailrace.log.request import AnyFrame, ControlFrame, EventFrame
+from tailrace.log.request import AnyFrame, ControlFrame, EventFrame, check_options
 from tailrace.views.sessions.configuration import Channels, Conversion, TextTable, bindings_in
-from tailrace.views.sessions.feed import SessionFeed, SessionFeeds, as_bytes, message
+from tailrace.views.sessions.feed import SessionFeed, as_bytes, message
 from tailrace.views.sessions.life import SessionParts
 from tailrace.views.sessions.reader import Archive, StreamHub
-from tailrace.views.sessions.request import make_session_request
 from tailrace.views.sessions.rta import Viewer
+from tailrace.views.sessions.samples import Selection, is_pattern, parse_thinning
 from tailrace.views.sessions.settings import SessionsSettings
-from tailrace.views.sessions.streams import LiveSessions, Located
+from tailrace.views.sessions.streams import (
+    FromMoment,
+    FromSessionCursor,
+    LiveSessions,
+    Located,
+    SessionCursor,
+    SessionRequest,
+    SessionStart,
+    parse_session_start,
+    parse_session_until,
+)
 
 Identity = Annotated[str, Path(description="Identity of a session, URL-encoded."), AfterValidator(decoded)]
 
@@ -83,12 +93,11 @@ class SessionsService(ViewService):
             settings.pipeline.max_depth,
         )
         unread = service.metrics.bursts_unread.inc
-        parts = SessionParts(self.streams, archive, settings.sessions.container, unread)
-        self.feeds = SessionFeeds(parts, now_ms)
+        self.parts = SessionParts(self.streams, archive, settings.sessions.container, unread)
 
     async def start(self, stack: AsyncExitStack) -> None:
         stack.push_async_callback(self._records.close)
-        await stack.enter_async_context(self.streams)
+        stack.push_async_callback(self.streams.aclose)
 
     def intervals(self) -> Mapping[str, timedelta | None]:
         sessions = self.settings.sessions
@@ -180,7 +189,54 @@ async def follow_session(
 ) -> Response:
     """Follow a session's samples and events: from anywhere, then live; resumable after every burst."""
     wanted = make_session_request(identity, parameters, now_ms=now_ms(), last_event_id=last_event_id)
-    return answer_feed(request, sessions.service, wanted, parameters.format, sessions.feeds.open)
+    return answer_feed(request, sessions.service, wanted, parameters.format, partial(SessionFeed.open, sessions.parts))
+
+
+MOST_CHANNELS, MOST_PATTERNS = 1_000, 50
+"""Limits of names in one request, and of patterns among them: each is matched with every channel."""
+
+
+def make_session_request(
+    identity: str, parameters: SessionFeedParameters, *, now_ms: int, last_event_id: str | None = None
+) -> SessionRequest | None:
+    """Parse the parameters of a feed; None if the request has ended before (HTTP answers 204)."""
+    check_options(parameters, "bursts")
+    channels = parameters.channels
+    names = tuple(dict.fromkeys(name for part in (channels or "").split(",") if (name := part.strip())))
+    if channels is not None and not names:
+        raise BadRequest("channels= has no names in it: leave it out for all channels")
+    if len(names) > MOST_CHANNELS:
+        raise BadRequest(
+            f"{len(names)} names of channels, at most {MOST_CHANNELS}: a pattern, such as *:Chassis, is one"
+        )
+    if (patterns := sum(map(is_pattern, names))) > MOST_PATTERNS:
+        raise BadRequest(f"{patterns} patterns of channels, at most {MOST_PATTERNS}: take fewer, or names")
+    sent, since, resumed = 0, None, False
+    begin: SessionStart
+    if last_event_id:
+        cursor = SessionCursor.parse(last_event_id)
+        if cursor.ended:
+            return None
+        begin, sent, since, resumed = FromSessionCursor(cursor), cursor.sent or 0, cursor.since, True
+    elif parameters.after:
+        cursor = SessionCursor.parse(parameters.after)
+        begin, since = FromSessionCursor(cursor), cursor.since
+    elif start := parameters.beginning:
+        begin = parse_session_start(start, now_ms)
+        since = begin.time if isinstance(begin, FromMoment) else None
+    else:
+        begin = FromEnd() if parameters.follow else FromStart()
+    return SessionRequest(
+        identity=identity,
+        parameters=parameters,
+        start=begin,
+        selection=Selection(names, parameters.raw),
+        thinning=parse_thinning(parameters.pixel, parameters.rate),
+        until=parse_session_until(parameters.until, now_ms) if parameters.until else None,
+        sent=sent,
+        since=since,
+        resumed=resumed,
+    )
 
 
 def _row(located: Located) -> dict[str, Any]:
@@ -281,7 +337,7 @@ async def session_live(websocket: WebSocket) -> None:
     parameters = read_parameters(SessionFeedParameters, websocket.query_params)
     request = make_session_request(identity, parameters, now_ms=now_ms())
     assert request is not None
-    feed = await sessions.feeds.open(request, as_bytes)
+    feed = await SessionFeed.open(sessions.parts, request, as_bytes)
     live = LiveFeed(feed, sessions.settings.sessions)
     try:
         await converse(service, websocket, live)

@@ -56,10 +56,8 @@ class Subscription(msgspec.Struct, frozen=True, weakref=True):
     def wants(self, message: StreamData) -> bool:
         """Return True if a message is for this viewer. A row is if any of its channels is; updates always are."""
         kind = message.WhichOneof("data")
-        if kind == "periodic_data":
-            return self.all_channels or message.periodic_data.channel_id in self.channels
-        if kind == "timestamped_data":
-            return self.all_channels or message.timestamped_data.channel_id in self.channels
+        if kind in ("periodic_data", "timestamped_data"):
+            return self.all_channels or getattr(message, kind).channel_id in self.channels
         if kind == "row_data":
             return self.all_channels or not self.channels.isdisjoint(message.row_data.channel_ids)
         if kind == "event":
@@ -269,7 +267,8 @@ class Viewer:
                     yield form.block
             self._edge = reached
             if self._span is not None and self._clock() >= self._ticked + TICK_S:
-                yield self._tick()
+                span, self._span, self._ticked = self._span, None, self._clock()
+                yield message_block(time_range(*span))
             if entries:
                 self._checked = self._clock()
             elif self._backfills:
@@ -350,12 +349,6 @@ class Viewer:
             merged = min(old[0], form.span[0]), max(old[1], form.span[1])
             self._span = None if form.block is not None and merged == form.span else merged
         return form
-
-    def _tick(self) -> bytes:
-        assert self._span is not None
-        block = message_block(time_range(*self._span))
-        self._span, self._ticked = None, self._clock()
-        return block
 
     async def _next_past(self, tap: Tap, number: int) -> bytes | None:
         """Return the block of the next entry from before the subscription, if there is one."""

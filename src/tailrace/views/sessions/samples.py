@@ -1,5 +1,9 @@
 """Decodes bursts into samples of a viewer's lines, and thins them.
 
+A line is a channel converted by one parameter: a channel with several parameters has several lines, one without
+parameters has one, and raw samples have one for each channel. A viewer selects lines by channel id, name, parameter or
+pattern. Invariant: a value is converted exactly once, by the conversion of its line's parameter, or not at all.
+
 Invariant: times are integers of nanoseconds from end to end, never floats. Decoding is lenient with known mistakes of
 writers: of unequal numbers of times and samples the common prefix is taken. A channel without configuration is read as
 ``f64`` if its samples are 8 bytes wide; otherwise it is left out. Where a configured channel is narrower, samples of 8
@@ -19,23 +23,172 @@ cells it has: feeds have hundreds of lines with a few samples each. Invariant: e
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from fnmatch import translate
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 from numpy.typing import NDArray
 
-from tailrace.errors import BadBurst
+from tailrace.config.values import parse_duration
+from tailrace.errors import BadBurst, BadRequest
+from tailrace.log.cursor import EntryId, parse_id
 from tailrace.views.sessions.burst import parse, unpack
-from tailrace.views.sessions.configuration import Channels
+from tailrace.views.sessions.configuration import Channels, Conversion
 from tailrace.views.sessions.model import merge_session_json
-from tailrace.views.sessions.request import Line, Lines, StreamPosition, Thinning, UnsentSamples
 from tailrace.views.sessions.rta_pb2 import Event, PeriodicData, RowData, TimestampedData
 from tailrace.views.sessions.telemetry import Channel, unpack_values
+
+
+class StreamPosition(msgspec.Struct, frozen=True, order=True):
+    """The position after an entry of a stream, or after an offset in Kafka; the latter precedes every entry."""
+
+    in_stream: bool
+    major: int
+    minor: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.major}-{self.minor}" if self.in_stream else f"k{self.major}"
+
+    @property
+    def entry(self) -> EntryId:
+        """Id of the entry; BEGINNING for an offset in Kafka."""
+        return (self.major, self.minor) if self.in_stream else (0, 0)
+
+    @classmethod
+    def of(cls, entry: EntryId) -> StreamPosition:
+        return cls(True, *entry)
+
+    @classmethod
+    def at_offset(cls, offset: int) -> StreamPosition:
+        return cls(False, offset)
+
+    @classmethod
+    def parse(cls, text: str) -> StreamPosition:
+        """Parse a text that the grammar has checked."""
+        return cls.at_offset(int(text[1:])) if text.startswith("k") else cls.of(parse_id(text))
+
+
+class UnsentSamples(msgspec.Struct, frozen=True):
+    """The samples that a thinned feed still held: those from ``floor`` (ns) on, in entries after ``after``."""
+
+    after: StreamPosition
+    floor: int
+
+
+LISTED = 50
+"""Limit of the names listed in the error for an unknown one."""
+
+
+class Line(msgspec.Struct, frozen=True):
+    """A channel converted by one of its parameters."""
+
+    channel: int
+    name: str
+    unit: str = ""
+    conversion: Conversion | None = None
+
+    def __hash__(self) -> int:
+        return hash((self.channel, self.name))
+
+
+class Selection(msgspec.Struct, frozen=True):
+    names: tuple[str, ...] = ()
+    """Ids, names, parameters or patterns; empty for all."""
+    raw: bool = False
+
+
+class Lines:
+    """The selected lines of the known channels; BadRequest if all are known, and none has one of the names."""
+
+    def __init__(self, selection: Selection, channels: Channels) -> None:
+        self._names = frozenset(selection.names)
+        self._patterns = [(name, re.compile(translate(name))) for name in selection.names if is_pattern(name)]
+        self._lines: dict[int, tuple[Line, ...]] = {}
+        """By channel; one without configuration is added with its first samples."""
+        used: set[str] = set()
+        every: list[str] = []
+        for line, called in _all(selection, channels):
+            every.append(line.name)
+            found = self._matches(called)
+            used |= found
+            wanted = (line,) if found or not self._names else ()
+            self._lines[line.channel] = self._lines.get(line.channel, ()) + wanted
+        unknown = [name for name in selection.names if name not in used]
+        if unknown and channels.complete:
+            more = f" and {len(every) - LISTED} more" if len(every) > LISTED else ""
+            raise BadRequest(
+                f"no channel of the session is called {unknown[0][:80]!r}: there are {', '.join(every[:LISTED])}{more}"
+            )
+
+    def of(self, channel: int) -> tuple[Line, ...]:
+        found = self._lines.get(channel)
+        if found is None:
+            is_wanted = not self._names or self._matches((str(channel),))
+            found = self._lines[channel] = (Line(channel, str(channel)),) if is_wanted else ()
+        return found
+
+    def _matches(self, called: tuple[str, ...]) -> frozenset[str]:
+        """Return the requested names, looked up, and patterns, tried one by one, that match one of a line's names."""
+        found = self._names.intersection(called)
+        return found | {name for name, wanted in self._patterns if any(wanted.match(each) for each in called if each)}
+
+
+def _all(selection: Selection, channels: Channels) -> Iterator[tuple[Line, tuple[str, ...]]]:
+    """Yield every line of the configured channels, with all of its names."""
+    for channel in sorted(channels, key=lambda each: each.id):
+        own = (str(channel.id), channel.name)
+        parameters = channels.parameters_of(channel.id)
+        if selection.raw or not parameters:
+            called = tuple(name for parameter in parameters for name in (parameter.id, parameter.name))
+            name = channel.name or (parameters[0].id if parameters else str(channel.id))
+            yield Line(channel.id, name), (*own, *called)
+            continue
+        for parameter in parameters:
+            line = Line(channel.id, parameter.id, parameter.unit, parameter.conversion)
+            yield line, (*own, parameter.id, parameter.name)
+
+
+def is_pattern(name: str) -> bool:
+    return any(sign in name for sign in "*?[")
+
+
+SECOND = 1_000_000_000
+LONGEST_CELL = 86_400 * SECOND
+MOST_PER_SECOND = 1_000_000
+
+
+class Thinning(msgspec.Struct, frozen=True):
+    """The rule of a cell, and the length of cells in nanoseconds."""
+
+    keeps: Literal["extremes", "first"]
+    cell: int
+
+
+def parse_thinning(pixel: str | None, rate: float | None) -> Thinning | None:
+    """Parse ``pixel=20ms`` or ``rate=10``; None if samples are not thinned."""
+    if pixel is not None and rate is not None:
+        raise BadRequest("pixel and rate are two ways to thin samples: give one of them")
+    if pixel is not None:
+        try:
+            cell = parse_duration(pixel) // timedelta(microseconds=1) * 1000
+        except ValueError as error:
+            raise BadRequest(f"pixel={pixel[:80]!r}: {error}") from None
+        if not 0 < cell <= LONGEST_CELL:
+            raise BadRequest(f"pixel={pixel[:80]!r}: a duration over 0 and up to a day")
+        return Thinning("extremes", cell)
+    if rate is not None:
+        if not SECOND / LONGEST_CELL <= rate <= MOST_PER_SECOND:
+            raise BadRequest(f"rate={rate}: samples per second, from once a day to {MOST_PER_SECOND:,}")
+        return Thinning("first", math.ceil(SECOND / rate))
+    return None
+
 
 Indexes = NDArray[np.intp]
 Mask = NDArray[np.bool_]
@@ -100,21 +253,12 @@ class State(msgspec.Struct, Generic[K], frozen=True):
         return self.cell, self.origin
 
 
-Step = tuple[tuple[Series[K], ...], State[K]]
-"""Output, and the state afterwards."""
-
-
 def step(
     thinning: Thinning, state: State[K], before: StreamPosition, newest: int | None, series: Iterable[Series[K]]
-) -> Step[K]:
-    """Thin the samples of one entry.
+) -> tuple[tuple[Series[K], ...], State[K]]:
+    """Thin the samples of one entry; return the output, and the state afterwards.
 
-    Args:
-        thinning: the rule.
-        state: state before the entry.
-        before: position before the entry.
-        newest: time of the newest sample in it, of any channel.
-        series: samples of the selected lines.
+    ``before`` is the position before the entry, and ``newest`` the time of the newest sample in it, of any channel.
     """
     if newest is None:
         return (), state
@@ -122,7 +266,7 @@ def step(
     if state.cell is not None:
         cell = max(cell, state.cell)
     held = {each.line: each for each in state.held}
-    brought = _by_line(series)
+    brought = by_line(series)
     for line, found in brought.items():
         if (open_one := held.pop(line, None)) is not None:
             found.insert(0, open_one)
@@ -172,7 +316,7 @@ def thinned(series: Iterable[Series[K]], thinning: Thinning) -> list[Series[K]]:
 
     Thinning the joined output of parts equals thinning the whole, so this may be done once for all viewers.
     """
-    lines = _by_line(series)
+    lines = by_line(series)
     return _spread([_thin(lot, thinning) for lot in _lots(list(lines.values()))], list(lines))
 
 
@@ -204,7 +348,7 @@ class _Lot(msgspec.Struct, frozen=True):
         return _Lot(self.owners[wanted], self.times[wanted], self.values[wanted])
 
 
-def _by_line(series: Iterable[Series[K]]) -> dict[K, list[Series[K]]]:
+def by_line(series: Iterable[Series[K]]) -> dict[K, list[Series[K]]]:
     lines: dict[K, list[Series[K]]] = {}
     for each in series:
         lines.setdefault(each.line, []).append(each)
@@ -309,7 +453,7 @@ def _periodic(decoded: Decoded, message: PeriodicData, channels: Channels) -> No
         decoded.series.append(Series(message.channel_id, times, raw))
 
 
-def _distances(interval: int, count: int) -> npt.NDArray[np.int64]:
+def _distances(interval: int, count: int) -> Times:
     return interval * np.arange(count, dtype=np.int64)
 
 
@@ -326,7 +470,7 @@ def _timestamped(decoded: Decoded, message: TimestampedData, channels: Channels)
         decoded.series.append(Series(message.channel_id, times, raw))
 
 
-def _raw(number: int, buffer: bytes, count: int, channels: Channels) -> npt.NDArray[Any] | None:
+def _raw(number: int, buffer: bytes, count: int, channels: Channels) -> NDArray[Any] | None:
     channel = channels.get(number)
     width = 0 if channel is None else channel.width
     if width < _PLAIN_WIDTH and len(buffer) == _PLAIN_WIDTH * count:
@@ -379,13 +523,10 @@ class Content(msgspec.Struct, frozen=True):
     """Error, if it could not be read."""
 
     @property
-    def samples(self) -> int:
-        return sum(len(each.times) for each in self.series)
-
-    @property
     def size(self) -> int:
         """Estimate of the bytes in memory."""
-        return len(self.json or "") + 500 * (len(self.series) + len(self.events)) + 40 * self.samples
+        samples = sum(len(each.times) for each in self.series)
+        return len(self.json or "") + 500 * (len(self.series) + len(self.events)) + 40 * samples
 
 
 def content_of(block: bytes, container: str, channels: Channels, lines: Lines) -> Content:

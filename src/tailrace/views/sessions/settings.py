@@ -10,23 +10,19 @@ from pydantic import AfterValidator, Field
 
 from tailrace.config.values import Count, Delay, Duration, Pattern, Section, Size, Topic, durations, sizes
 
-_STREAM_FIELDS = frozenset({"topic", "partition"})
 
+def _template(needed: str, *others: str) -> AfterValidator:
+    """Take only texts with ``{needed}`` in them, and perhaps others."""
+    known = {needed, *others}
 
-def _template(text: str, known: frozenset[str], needed: str) -> str:
-    found, rest = set(re.findall(r"\{([^{}]*)\}", text)), re.sub(r"\{[^{}]*\}", "", text)
-    if found - known or needed not in found or "{" in rest or "}" in rest:
-        names = ", ".join(f"{{{name}}}" for name in sorted(known))
-        raise ValueError(f"a text with {{{needed}}} in it, and no other braces than {names}")
-    return text
+    def check(text: str) -> str:
+        found, rest = set(re.findall(r"\{([^{}]*)\}", text)), re.sub(r"\{[^{}]*\}", "", text)
+        if found - known or needed not in found or "{" in rest or "}" in rest:
+            names = ", ".join(f"{{{name}}}" for name in sorted(known))
+            raise ValueError(f"a text with {{{needed}}} in it, and no other braces than {names}")
+        return text
 
-
-def _stream(text: str) -> str:
-    return _template(text, _STREAM_FIELDS, "topic")
-
-
-def _key(text: str) -> str:
-    return _template(text, frozenset({"identity"}), "identity")
+    return AfterValidator(check)
 
 
 class SessionsSettings(Section):
@@ -34,8 +30,8 @@ class SessionsSettings(Section):
 
     topics: Pattern | tuple[Topic, ...] = ()
     begin: Literal["end", "start"] = "end"
-    stream: Annotated[str, AfterValidator(_stream)] = "{topic}-{partition}"
-    key: Annotated[str, AfterValidator(_key)] = "sessions:{identity}"
+    stream: Annotated[str, _template("topic", "partition")] = "{topic}-{partition}"
+    key: Annotated[str, _template("identity")] = "sessions:{identity}"
     burst: Annotated[Size, sizes("1KiB", "512KiB")] = 64 * 2**10
     expire: Annotated[Duration, durations("1m", "365d")] = timedelta(hours=24)
     abandon_after: Annotated[Duration, durations("1s")] = timedelta(minutes=5)

@@ -35,8 +35,7 @@ from tailrace.views.sessions.model import ABANDONED, ELSEWHERE, PendingWrites, R
 from tailrace.views.sessions.telemetry import CLOSED
 
 if TYPE_CHECKING:
-    from tailrace.config.settings import Settings
-
+    from tailrace.views.sessions.settings import SessionsSettings
 
 OVER = CLOSED | {ABANDONED}
 """States in which another stream may take over a session's name."""
@@ -58,9 +57,8 @@ class SessionOptions(msgspec.Struct, frozen=True):
     """Approximate size of a message before compression."""
 
     @classmethod
-    def of(cls, settings: Settings) -> SessionOptions:
-        sessions = settings.sessions
-        return cls(sessions.key, round(sessions.expire.total_seconds() * 1000), sessions.burst)
+    def of(cls, settings: SessionsSettings) -> SessionOptions:
+        return cls(settings.key, round(settings.expire.total_seconds() * 1000), settings.burst)
 
 
 class Opening(msgspec.Struct, frozen=True):

@@ -1,6 +1,17 @@
-"""The read side of sessions: their hashes, the entries and the ledgers of their streams, and their configurations.
+"""The read side of sessions: requests, cursors, and what is stored (hashes, streams and ledgers, configurations).
 
-The pipeline, the writer library, or a program that knows nothing of Tailrace wrote all of this: fields that only
+A cursor is a viewer's position in a session, with the samples not yet sent there and the state of the request:
+
+    42.1789200000000-3                            of life 42 everything up to this entry was sent
+    42.1789200000000-1~1789200000000-3~17892…     thinned: of the entries up to the second one everything before this
+                                                  time (ns) was sent; later samples are in entries after the first one
+    42.k1234                                      the same in the part that is read from Kafka: up to this offset
+    …~n7   …~@1789200000000000000   …~end         seven bursts were sent; the feed began at this time (ns); it has ended
+
+The life is the session's number in its stream: a session that was closed and opened again has another one. Invariant:
+``parse(str(cursor)) == cursor``; a cursor means the same position for ever, or one that is known to be gone.
+
+The pipeline, the writer library, or a program that knows nothing of Tailrace wrote what is stored: fields that only
 Tailrace writes may be missing, and a hash without the fields that every writer must write is no session. A reader that
 joins a session takes the end of its stream first and its hash then; since writers write the hash before the stream,
 nothing is lost between the two.
@@ -13,18 +24,36 @@ write are in entries up to its last one, and all others are in later entries.
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
 
-from tailrace.errors import StoreError, StoreUnavailable
-from tailrace.log.cursor import BEGINNING, END, EntryId, before, id_text, parse_id
+from tailrace.api.requests import SessionFeedParameters
+from tailrace.errors import BadRequest, CursorError, StoreError, StoreUnavailable
+from tailrace.log.cursor import (
+    BEGINNING,
+    END,
+    MAX_CURSOR_BYTES,
+    EntryId,
+    FromCursor,
+    FromEnd,
+    FromLast,
+    FromStart,
+    FromTime,
+    before,
+    id_text,
+    parse_id,
+    parse_start,
+)
+from tailrace.log.event import parse_time
 from tailrace.valkey.keys import LEDGER_WHOLE, TRIMMED_BY_US, TRIMMED_NEWEST
 from tailrace.valkey.shards import Keyed, Nodes, mapping
 from tailrace.views.sessions.configuration import Binding, Catalogue, Channels, identifiers
 from tailrace.views.sessions.model import merge_session_json
+from tailrace.views.sessions.samples import Selection, StreamPosition, Thinning, UnsentSamples
 
 PAGE = 32
 """Entries in one read: each may have a megabyte."""
@@ -37,6 +66,132 @@ LEDGER_PAGE = 100
 HEADS = 1_000, 4 << 20
 """Limits of entries, and of their bytes, whose sessions the store is asked for in one call."""
 NUMBER_DIGITS = 19
+
+
+_POSITION = r"(?:k-?\d{1,19}|\d{1,20}-\d{1,20})"
+_STATE = r"~(end)|~(?=[n@])(?:n(\d{1,16}))?(?:@(-?\d{1,19}))?"
+_CURSOR = re.compile(rf"(\d{{1,19}})\.({_POSITION})(?:~({_POSITION})~(-?\d{{1,19}}))?(?:{_STATE})?", re.ASCII)
+_LIKE_A_CURSOR = re.compile(rf"\d+\.{_POSITION}", re.ASCII)
+_NS = re.compile(r"\d{16,19}", re.ASCII)
+
+
+class SessionCursor(msgspec.Struct, frozen=True):
+    """A position in the feed of a session, and the state of its request."""
+
+    number: int
+    """Life of the session."""
+    position: StreamPosition
+    unsent: UnsentSamples | None = None
+    sent: int | None = None
+    """Bursts sent so far, if the request has a limit."""
+    since: int | None = None
+    """Time (ns) at which the request began, if it began at one."""
+    ended: bool = False
+
+    def __str__(self) -> str:
+        unsent = self.unsent
+        body = str(self.position) if unsent is None else f"{unsent.after}~{self.position}~{unsent.floor}"
+        count = "" if self.sent is None else f"n{self.sent}"
+        since = "" if self.since is None else f"@{self.since}"
+        state = "end" if self.ended else count + since
+        return f"{self.number}.{body}~{state}" if state else f"{self.number}.{body}"
+
+    @property
+    def origin(self) -> StreamPosition:
+        """The position after which reading resumes."""
+        return self.position if self.unsent is None else self.unsent.after
+
+    def renewed(self) -> SessionCursor:
+        """Return the same position for a new request: it counts from zero, but keeps the time of its begin."""
+        return SessionCursor(self.number, self.position, self.unsent, None, self.since)
+
+    @classmethod
+    def parse(cls, text: str) -> SessionCursor:
+        """Parse a cursor; raise CursorError for anything else."""
+        if len(text) > MAX_CURSOR_BYTES:
+            raise CursorError(f"a cursor has at most {MAX_CURSOR_BYTES} bytes; this one has {len(text)}")
+        found = _CURSOR.fullmatch(text.strip())
+        if found is None:
+            raise CursorError(
+                f"cannot read cursor {text[:80]!r}: expected the id of a frame of a session, such as 42.1789200000000-3"
+            )
+        number, first, second, floor, ended, sent, since = found.groups()
+        position, unsent = StreamPosition.parse(first), None
+        if second is not None:
+            unsent = UnsentSamples(position, int(floor))
+            position = StreamPosition.parse(second)
+            if unsent.after > position:
+                raise CursorError(f"cannot read cursor {text[:80]!r}: its first position is behind its second")
+        count, time = (None if text is None else int(text) for text in (sent, since))
+        return cls(int(number), position, unsent, count, time, ended is not None)
+
+
+class FromMoment(msgspec.Struct, frozen=True):
+    """Samples at or after a time, in nanoseconds."""
+
+    time: int
+
+
+class FromSessionCursor(msgspec.Struct, frozen=True):
+    """Everything after a cursor."""
+
+    cursor: SessionCursor
+
+
+SessionStart = FromStart | FromEnd | FromLast | FromMoment | FromSessionCursor
+
+
+def parse_session_start(text: str, now_ms: int) -> SessionStart:
+    """Parse ``start | end | -N | TIME | -1h | CURSOR``; a time may be nanoseconds, as in frames."""
+    exact = _parse_exact(text.strip())
+    if exact is not None:
+        return FromMoment(exact) if isinstance(exact, int) else FromSessionCursor(exact)
+    start = parse_start(text, 1, now_ms)
+    if isinstance(start, FromTime):
+        return FromMoment(start.time_ms * 1_000_000)
+    if isinstance(start, FromCursor):
+        raise CursorError(f"{text[:80]!r} is no cursor of a session: take the id of one of its frames")
+    return start
+
+
+def parse_session_until(text: str, now_ms: int) -> int | SessionCursor:
+    """Parse the end of a request: a time, in nanoseconds if it is a number, or a cursor."""
+    exact = _parse_exact(text.strip())
+    try:
+        return parse_time(text.strip(), now_ms) * 1_000_000 if exact is None else exact
+    except BadRequest:
+        raise BadRequest(f"cannot read until={text[:80]!r}: a time, or a cursor up to which to read") from None
+
+
+def _parse_exact(text: str) -> int | SessionCursor | None:
+    """Parse nanoseconds, or a cursor of a session; None if a text looks like neither."""
+    if _NS.fullmatch(text):
+        return int(text)
+    return SessionCursor.parse(text) if _LIKE_A_CURSOR.match(text) else None
+
+
+class SessionRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request for the feed of one session, with the start grammar resolved; times are nanoseconds."""
+
+    identity: str
+    parameters: SessionFeedParameters
+    start: SessionStart
+    selection: Selection = Selection()
+    thinning: Thinning | None = None
+    until: int | SessionCursor | None = None
+    sent: int = 0
+    """Bursts sent before the request was resumed; they count towards the limit."""
+    since: int | None = None
+    """Samples before this time are left out: the request began at a time."""
+    resumed: bool = False
+    """True if this continues an earlier request (``Last-Event-ID``)."""
+
+    def shared_thinning(self, unsent: UnsentSamples | None) -> Thinning | None:
+        """Return the thinning that viewers may share, before samples are left out; only whole cells may be, then."""
+        thinning = self.thinning
+        if thinning is None or self.since is not None or isinstance(self.until, int):
+            return None
+        return thinning if unsent is None or unsent.floor % thinning.cell == 0 else None
 
 
 class _StateField(msgspec.Struct):
@@ -200,15 +355,11 @@ class LiveSessions:
         found, _ = await self._latest(stream, number, 1, BEGINNING, until)
         return found[0] if found else None
 
-    async def trimmed(self, stream: str, number: int) -> EntryId | None:
-        """Return the newest trimmed entry of a session; None if none was trimmed."""
-        found = await self.nodes.read_key("HGET", self.keys.trimmed(stream), number)
+    async def trimmed(self, stream: str, number: int | None = None) -> EntryId | None:
+        """Return the newest trimmed entry of a session, or of any; None if none was trimmed."""
+        field = TRIMMED_NEWEST if number is None else number
+        found = await self.nodes.read_key("HGET", self.keys.trimmed(stream), field)
         return None if found is None else parse_id(found)
-
-    async def trimmed_newest(self, stream: str) -> EntryId:
-        """Return the newest trimmed entry of any session; BEGINNING if none was trimmed."""
-        found = await self.nodes.read_key("HGET", self.keys.trimmed(stream), TRIMMED_NEWEST)
-        return BEGINNING if found is None else parse_id(found)
 
     async def has_untrimmed_write(self, stream: str, after: EntryId, until: EntryId) -> bool:
         """Return True if the ledger has a write that ends between two entries and that upkeep has not trimmed.
@@ -343,10 +494,6 @@ class OffsetBounds(msgspec.Struct, frozen=True):
     """The entry before the first one that may have records between the two, if it is known."""
     end: EntryId | None = None
     """The last entry that may have such records, if there are any."""
-
-    @property
-    def is_exact(self) -> bool:
-        return self.low == self.high
 
 
 class _LedgerWrite(msgspec.Struct, frozen=True):

@@ -1,46 +1,14 @@
 """Telemetry records: the JSON objects that producers write into the topics of sessions, and the samples in them.
 
-A record belongs to the session named by its field ``session``, or else by its key: plain text, or a JSON array of one
-text, as Tailrace's own tools write keys. ``type`` is its kind:
+``docs/sessions.md`` describes the kinds of records and the parts of ``data``, with examples; the structs below are the
+same in code. A record belongs to the session named by its field ``session``, or else by its key. Details:
 
-    {"type": "open", "session": "lap-7", "json": {…}, "configs": {"car-7": {…}}}
-    {"type": "session", "session": "lap-7", "json": {"details": {"driver": "A"}}}
-    {"type": "config", "identifier": "car-7", "config": {…}}
-    {"type": "data", "session": "lap-7", "periodic": […], "timestamped": […], "rows": […], "events": […], "range": {…}}
-    {"type": "close", "session": "lap-7", "state": "closed", "json": {…}}
-
-``open``
-    begins the session, with its Session JSON. Missing ``identity``, ``state``, ``timestamp`` and ``identifier`` are
-    filled in: the session's name, ``open``, the record's time, the name again. ``configs`` are configurations to
-    publish with it, by identifier. While the session is open, a second one is an update; after the session was closed,
-    it begins a new one of the same name.
-``session``
-    updates the Session JSON. A property that is missing or ``null`` keeps its value; an empty one is known to be empty
-    from here on. A closed ``state`` closes the session.
-``config``
-    publishes a configuration, which never changes afterwards. It needs no session.
-``data``
-    has samples and events of any kind; see below. The first one of an unknown session opens it.
-``close``
-    closes the session: ``state`` is ``closed`` (the default), ``truncated`` or ``failed``.
-
-The parts of ``data``:
-
-    periodic     {"channel": 16, "start": T, "interval": 5000000, "values": [12.7, 14.9, null]}
-    timestamped  {"channel": 17, "times": [T, T, T], "values": [1, 0, 1]}
-                 {"channel": 17, "start": T, "scale": 1000000, "deltas": [0, 4, 5], "data": "AQAB"}
-    rows         {"channels": [3, 4], "time": T, "values": [88, 3.2]}
-    events       {"id": 4, "app": "engine", "time": T, "text": "over speed", "values": [301.5]}
-    range        {"start": T, "end": T}
-
-Times are nanoseconds since the epoch: JSON integers, or the same digits as a text, since many JSON writers lose digits
-beyond 2^53. ``deltas`` are the steps from sample to sample in units of ``scale`` nanoseconds (default 1), the first one
-from ``start``. ``interval`` may be missing if the configuration has it.
-
-Samples are ``values``, numbers before conversion, in which ``null`` is a missing float; or ``data``, the base64 of the
-same numbers as bytes, in the byte order of the configuration (default little-endian). The configuration also has their
-type. For a channel without configuration, ``as`` has it: ``u8``, ``s8``, ``u16``, ``s16``, ``u32``, ``s32``, ``f32``,
-``3f32`` or ``f64`` (the default); a row has one type for all of its channels. A sample of ``3f32`` is three values.
+- While a session is open, a second ``open`` is an update; after its end, it begins a new session of the same name.
+- An update with a closed ``state`` closes the session.
+- ``deltas`` are the steps from sample to sample in units of ``scale`` nanoseconds (default 1), the first one from
+  ``start``. ``interval`` may be missing if the configuration has it.
+- ``data`` is in the byte order of the configuration (default little-endian). ``as`` is the type of a channel without
+  configuration (default ``f64``), in a row that of all its channels. A sample of ``3f32`` is three values.
 
 Invariant: everything usable is used. A bad part, a sample that does not fit its channel's type, or an unknown field
 costs that part alone: the rest of the record is taken, and the record goes to the dead letters with the names of the
@@ -316,16 +284,9 @@ _DTYPES = {(name, big): np.dtype(("<", ">")[big] + code) for name, code in _CODE
 
 
 class BadSample(BadRequest):
-    """Samples that do not fit their channel's type. ``reason`` is short and stable, for counters and dead letters."""
+    """Samples that do not fit their channel's type. The message begins with a short and stable reason."""
 
     code = "sample.invalid"
-
-    def __init__(self, reason: str, what: str = "") -> None:
-        self.reason, self.what = reason, what
-        super().__init__(f"{reason}: {what}" if what else reason)
-
-    def __reduce__(self) -> tuple[type[BadSample], tuple[str, str]]:
-        return type(self), (self.reason, self.what)
 
 
 class Channel(msgspec.Struct, frozen=True):
@@ -342,11 +303,6 @@ class Channel(msgspec.Struct, frozen=True):
     def width(self) -> int:
         return WIDTHS[self.type]
 
-    @property
-    def is_integer(self) -> bool:
-        """True if samples are integers, which can be shifted and masked."""
-        return "f" not in self.type
-
 
 def pack_values(type_: str, values: Sequence[Any] | Array, big_endian: bool = False) -> bytes:
     """Pack raw values into a buffer; BadSample if one is no number, no integer, or out of the type's range.
@@ -355,21 +311,19 @@ def pack_values(type_: str, values: Sequence[Any] | Array, big_endian: bool = Fa
     """
     dtype = _DTYPES.get((type_, big_endian))
     if dtype is None:
-        raise BadSample("bad-type", f"no channel has the type {type_!r}: one of {', '.join(WIDTHS)}")
+        raise BadSample(f"bad-type: no channel has the type {type_!r}: one of {', '.join(WIDTHS)}")
     if type_ == "3f32":
         values = _flat(values)
     array = _floats(values, dtype) if dtype.kind == "f" else _integers(values, dtype)
     if type_ == "3f32" and array.size % 3:
-        raise BadSample("bad-width", f"{array.size} numbers are no whole samples of three")
+        raise BadSample(f"bad-width: {array.size} numbers are no whole samples of three")
     return array.tobytes()
 
 
 def unpack_values(channel: Channel, buffer: bytes) -> Array:
     """Return the raw values of a buffer, in native byte order; those of ``3f32`` as rows of three."""
     if len(buffer) % channel.width:
-        raise BadSample(
-            "bad-width", f"channel {channel.id}: {len(buffer)} bytes are no whole samples of {channel.type}"
-        )
+        raise BadSample(f"bad-width: channel {channel.id}: {len(buffer)} bytes are no whole samples of {channel.type}")
     array: Array = np.frombuffer(buffer, _DTYPES[channel.type, channel.big_endian])
     if channel.big_endian:
         array = array.astype(array.dtype.newbyteorder("="))
@@ -382,24 +336,24 @@ def _flat(values: Sequence[Any] | Array) -> Sequence[Any] | Array:
     if list not in set(map(type, values)) and tuple not in set(map(type, values)):
         return values
     if any(not isinstance(each, list | tuple) or len(each) != 3 for each in values):
-        raise BadSample("bad-width", "a sample of 3f32 is a list of three numbers")
+        raise BadSample("bad-width: a sample of 3f32 is a list of three numbers")
     return [number for each in values for number in each]
 
 
 def _floats(values: Sequence[Any] | Array, dtype: np.dtype[Any]) -> Array:
     if isinstance(values, np.ndarray):
         if values.dtype.kind not in "iuf" or values.ndim != 1:
-            raise BadSample("not-a-number", f"an array of {values.dtype} and {values.ndim} dimensions")
+            raise BadSample(f"not-a-number: an array of {values.dtype} and {values.ndim} dimensions")
     else:
         _has_floats(values, (int, float, type(None)))
     try:
         wide = np.asarray(values, np.float64)
     except OverflowError:
-        raise BadSample("out-of-range", "a number is too large for a float") from None
+        raise BadSample("out-of-range: a number is too large for a float") from None
     with np.errstate(over="ignore"):
         array = wide.astype(dtype)
     if dtype.itemsize == 4 and not np.array_equal(np.isinf(array), np.isinf(wide)):
-        raise BadSample("out-of-range", "a number is too large for a float of 32 bits")
+        raise BadSample("out-of-range: a number is too large for a float of 32 bits")
     return array
 
 
@@ -410,11 +364,11 @@ def _integers(values: Sequence[Any] | Array, dtype: np.dtype[Any]) -> Array:
         except OverflowError:
             raise _beyond(dtype) from None
     if values.dtype.kind not in "iuf" or values.ndim != 1:
-        raise BadSample("not-an-integer", f"an array of {values.dtype} and {values.ndim} dimensions")
+        raise BadSample(f"not-an-integer: an array of {values.dtype} and {values.ndim} dimensions")
     if not values.size:
         return values.astype(dtype)
     if values.dtype.kind == "f" and not (np.isfinite(values).all() and (values == np.trunc(values)).all()):
-        raise BadSample("not-an-integer", "a number with a fraction, or none at all")
+        raise BadSample("not-an-integer: a number with a fraction, or none at all")
     limits = np.iinfo(dtype)
     if values.min() < limits.min or values.max() > limits.max:
         raise _beyond(dtype)
@@ -427,10 +381,10 @@ def _has_floats(values: Sequence[Any], allowed: tuple[type, ...]) -> bool:
     for kind in kinds:
         if kind is bool or not issubclass(kind, (*allowed, np.integer, np.floating)):
             name = "null" if kind is type(None) else kind.__name__
-            raise BadSample("not-a-number", f"{name} among the values")
+            raise BadSample(f"not-a-number: {name} among the values")
     return any(issubclass(kind, float | np.floating) for kind in kinds)
 
 
 def _beyond(dtype: np.dtype[Any]) -> BadSample:
     limits = np.iinfo(dtype)
-    return BadSample("out-of-range", f"a number is not from {limits.min} to {limits.max}")
+    return BadSample(f"out-of-range: a number is not from {limits.min} to {limits.max}")

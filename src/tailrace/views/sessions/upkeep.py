@@ -42,6 +42,7 @@ from tailrace.valkey.shards import Arg, Keyed, Shards, StoreOptions, mapping, tr
 from tailrace.views.sessions.burst import bursts, pack, session_json
 from tailrace.views.sessions.configuration import identifiers
 from tailrace.views.sessions.model import ABANDONED, PROGRAM, Session
+from tailrace.views.sessions.settings import SessionsSettings
 from tailrace.views.sessions.store import (
     VERSION_BYTES,
     SessionChange,
@@ -72,7 +73,7 @@ _GLOB = str.maketrans({special: f"\\{special}" for special in "\\*?[]"})
 
 
 def session_jobs(settings: Settings) -> Jobs:
-    memory, rules, sessions = TrimMemory(), SessionRules.of(settings), settings.sessions
+    memory, sessions = TrimMemory(), settings.sessions
 
     def job(every: timedelta | None, work: Callable[[Scope], Work]) -> ScheduledJob:
         def run(_: str, stopped: Stopped) -> Facts:
@@ -83,9 +84,9 @@ def session_jobs(settings: Settings) -> Jobs:
         return ScheduledJob(every, run)
 
     return {
-        "trim": job(sessions.trim_every, lambda scope: Trimming(rules, scope, memory)),
-        "abandon": job(sessions.trim_every, lambda scope: Abandoning(rules, scope)),
-        "forget": job(sessions.forget_every, lambda scope: Forgetting(rules, scope)),
+        "trim": job(sessions.trim_every, lambda scope: Trimming(sessions, scope, memory)),
+        "abandon": job(sessions.trim_every, lambda scope: Abandoning(sessions, scope)),
+        "forget": job(sessions.forget_every, lambda scope: Forgetting(sessions, scope)),
     }
 
 
@@ -98,38 +99,6 @@ def _has_sessions(settings: Settings) -> bool:
         shards.close()
 
 
-class StreamLimits(msgspec.Struct, frozen=True):
-    """Limits of one session's entries, and of the bytes of a whole stream."""
-
-    entries: int
-    bytes: int
-    age_ms: int
-    stream_bytes: int
-
-
-class SessionRules(msgspec.Struct, frozen=True):
-    limits: StreamLimits
-    options: SessionOptions = SessionOptions()
-    abandon_ms: int = 300_000
-    """Limit of a session's silence."""
-    forget_streams_ms: int = 604_800_000
-    """Time after which a stream without entries is forgotten."""
-    ledger_ms: int = 86_400_000
-    """Time for which the ledger keeps the writes of trimmed entries."""
-
-    @classmethod
-    def of(cls, settings: Settings) -> SessionRules:
-        sessions = settings.sessions
-        age_ms = milliseconds(sessions.keep_time)
-        return cls(
-            StreamLimits(sessions.keep_entries, sessions.keep_bytes, age_ms, sessions.stream_bytes),
-            SessionOptions.of(settings),
-            milliseconds(sessions.abandon_after),
-            milliseconds(sessions.forget_streams),
-            milliseconds(sessions.keep_ledger),
-        )
-
-
 class _SessionJob:
     """One run of a job. ``facts`` has its work so far, also after a failure."""
 
@@ -137,8 +106,9 @@ class _SessionJob:
     whole = True
     counted: tuple[str, ...]
 
-    def __init__(self, rules: SessionRules, scope: Scope) -> None:
-        self._rules, self._scope = rules, scope
+    def __init__(self, settings: SessionsSettings, scope: Scope) -> None:
+        self._settings, self._scope = settings, scope
+        self._options = SessionOptions.of(settings)
         self._counts: dict[str, int] = dict.fromkeys(self.counted, 0)
 
     def facts(self) -> dict[str, object]:
@@ -165,7 +135,7 @@ class Abandoning(_SessionJob):
     def run(self, shards: Shards, lease: JobLease) -> None:
         # The watermark before the sessions: their states are at least as late.
         reached = _watermark(shards)
-        store = SessionUpkeep(shards, self._rules.options)
+        store = SessionUpkeep(shards, self._options)
         names = store.listed()
         clocks: dict[str, int] = {}
         for at in range(0, len(names), NAMES_AT_ONCE):
@@ -179,7 +149,7 @@ class Abandoning(_SessionJob):
                 return
 
     def _is_silent(self, session: _Candidate, reached: int | None, clock_ms: int) -> bool:
-        after_ms = self._rules.abandon_ms
+        after_ms = milliseconds(self._settings.abandon_after)
         if session.state == ABANDONED:
             return clock_ms - session.updated_ms < AGAIN_MS
         if session.writer.startswith(PROGRAM):
@@ -196,16 +166,12 @@ def _watermark(shards: Shards) -> int | None:
         return None
 
 
-def _candidates(store: SessionStore, identities: list[str]) -> list[_Candidate]:
-    """Return the open and the abandoned ones of these sessions."""
+def _candidates(store: SessionStore, identities: list[str]) -> Iterator[_Candidate]:
+    """Yield the open and the abandoned ones of these sessions."""
     answers = store.hash_fields(identities, ("state", "streamName", "writer", "heard", "lastUpdated"))
-    found: list[_Candidate] = []
     for identity, (state, stream, writer, heard, updated) in zip(identities, answers, strict=True):
         if state in (b"open", ABANDONED.encode()) and stream and writer and heard and updated:
-            found.append(
-                _Candidate(identity, state.decode(), stream.decode(), writer.decode(), int(heard), int(updated))
-            )
-    return found
+            yield _Candidate(identity, state.decode(), stream.decode(), writer.decode(), int(heard), int(updated))
 
 
 def _abandon(store: SessionStore, candidate: _Candidate) -> bool:
@@ -229,16 +195,17 @@ class Forgetting(_SessionJob):
 
     def run(self, shards: Shards, lease: JobLease) -> None:
         """Inspect every stream and its sessions; StoreError if the clocks disagree: then nothing was forgotten."""
-        upkeep = SessionUpkeep(shards, self._rules.options)
+        upkeep = SessionUpkeep(shards, self._options)
         now_ms = compare_clocks(shards, self._scope.clock)
-        before_ms = now_ms - self._rules.options.expire_ms
+        before_ms = now_ms - self._options.expire_ms
         bound: set[str] = set()
         for stream in upkeep.maintained():
             lease.check()
             numbers = self._forget_idle(upkeep, stream, before_ms, bound)
-            oldest_ms = min(before_ms, now_ms - self._rules.limits.age_ms)
+            oldest_ms = min(before_ms, now_ms - milliseconds(self._settings.keep_time))
             upkeep.forget_trimmed(stream, stale_trims(upkeep.trimmed(stream), numbers, oldest_ms))
-            self._counts["streams"] += upkeep.drop(stream, upkeep.server_ms(stream) - self._rules.forget_streams_ms)
+            silent_ms = milliseconds(self._settings.forget_streams)
+            self._counts["streams"] += upkeep.drop(stream, upkeep.server_ms(stream) - silent_ms)
             if self._scope.stopped():
                 break
         else:
@@ -296,13 +263,13 @@ class Trimming(_SessionJob):
     name = "trim"
     counted = ("entries", "bytes")
 
-    def __init__(self, rules: SessionRules, scope: Scope, memory: TrimMemory) -> None:
-        super().__init__(rules, scope)
+    def __init__(self, settings: SessionsSettings, scope: Scope, memory: TrimMemory) -> None:
+        super().__init__(settings, scope)
         self._memory = memory
 
     def run(self, shards: Shards, lease: JobLease) -> None:
         """Trim every stream; StaleUpkeep if another process has taken over."""
-        upkeep = SessionUpkeep(shards, self._rules.options)
+        upkeep = SessionUpkeep(shards, self._options)
         streams = upkeep.maintained()
         self._memory.check(shards, streams)
         for stream in streams:
@@ -311,7 +278,7 @@ class Trimming(_SessionJob):
                 self._shed(upkeep, stream, weights, upkeep.server_ms(stream), lease)
             now_ms = upkeep.server_ms(stream)
             self._shed(upkeep, stream, weights, now_ms, lease)
-            upkeep.cut_ledger(stream, now_ms - self._rules.ledger_ms)
+            upkeep.cut_ledger(stream, now_ms - milliseconds(self._settings.keep_ledger))
             if self._scope.stopped():
                 return
 
@@ -327,20 +294,12 @@ class Trimming(_SessionJob):
         return True
 
     def _shed(self, upkeep: SessionUpkeep, stream: str, weights: Weights, now_ms: int, lease: JobLease) -> None:
-        for number, count in weights.surplus(self._rules.limits, now_ms).items():
+        for number, count in weights.surplus(self._settings, now_ms).items():
             for at in range(0, count, SHED):
                 lease.check()
                 n = min(SHED, count - at)
                 self._counts["entries"] += upkeep.shed(stream, number, weights.oldest(number, n))
                 self._counts["bytes"] += weights.drop(number, n)
-
-
-class Weighed(NamedTuple):
-    """An entry: id, number of its session (negative if it has none), and bytes."""
-
-    id: EntryId
-    number: int
-    size: int
 
 
 class IndexedSession(NamedTuple):
@@ -366,11 +325,11 @@ class SessionUpkeep(SessionStore):
         kinds = self.shards.run_keyed([(key, ("TYPE", key)) for key in keys])
         return [name for name, kind in zip(names, kinds, strict=True) if kind in (b"stream", b"none")]
 
-    def weigh(self, stream: str, after: EntryId) -> list[Weighed]:
-        """Return some of the next entries of a stream; none at its end."""
+    def weigh(self, stream: str, after: EntryId) -> list[tuple[EntryId, int, int]]:
+        """Return id, session (negative if it has none) and bytes of some of the next entries; none at the end."""
         flat = iter(self._call_one("weigh", stream, id_text(after), *WEIGHED))
         return [
-            Weighed(parse_id(entry), int(number) if number.isdigit() else -1, int(size))
+            (parse_id(entry), int(number) if number.isdigit() else -1, int(size))
             for entry, number, size in zip(flat, flat, flat, strict=True)
         ]
 
@@ -520,14 +479,15 @@ class Weights:
         self._lines.setdefault(number, _Line()).add(entry, size)
         self.last = entry
 
-    def surplus(self, limits: StreamLimits, now_ms: int) -> dict[int, int]:
+    def surplus(self, limits: SessionsSettings, now_ms: int) -> dict[int, int]:
         """Return how many of its oldest entries each session has to give; ``now_ms`` is the server's clock."""
+        oldest_ms = now_ms - milliseconds(limits.keep_time)
         going: dict[int, int] = {}
         left: dict[int, int] = {}
         for number, line in self._lines.items():
-            n = max(len(line) - limits.entries, line.older_than(now_ms - limits.age_ms), 0)
+            n = max(len(line) - limits.keep_entries, line.older_than(oldest_ms), 0)
             size = line.bytes - sum(line.size(i) for i in range(n))
-            while size > limits.bytes:
+            while size > limits.keep_bytes:
                 size -= line.size(n)
                 n += 1
             going[number], left[number] = n, size

@@ -59,14 +59,15 @@ class SessionPlan(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, settings: Settings) -> SessionPlan:
-        return cls(settings.sessions.topics, settings.sessions.stream, store=SessionOptions.of(settings))
+        sessions = settings.sessions
+        return cls(sessions.topics, sessions.stream, store=SessionOptions.of(sessions))
 
     def writer(self, plan: Plan) -> Writer:
         return SessionsWriter(plan.store.shards, self, plan.dead_letters)
 
-    def stream_of(self, topic: str, partition: int) -> str:
+    def stream_of(self, partition: Partition) -> str:
         """Return the name of the stream of a partition's sessions."""
-        return self.stream.replace("{topic}", topic).replace("{partition}", str(partition))
+        return self.stream.replace("{topic}", partition.topic).replace("{partition}", str(partition.partition))
 
 
 class SessionsDriver(ViewDriver):
@@ -81,7 +82,7 @@ class SessionsDriver(ViewDriver):
     def marks(self, start: Start, applied: Mapping[Partition, int]) -> Mapping[Partition, int]:
         """Return the offsets up to which partitions are applied both by the shards and in their streams."""
         plan, topics = self._sessions, TopicFilter(self._sessions.topics)
-        streams = {p: plan.stream_of(p.topic, p.partition) for p in applied if p.topic in topics}
+        streams = {p: plan.stream_of(p) for p in applied if p.topic in topics}
         stored = SessionStore(start.shards, plan.store).stream_marks(set(streams.values()))
         counted = read_times(start.shards, VIEW)
         found = dict(applied)
@@ -134,9 +135,8 @@ class SessionsWriter(Writer):
             if records.partition.topic in self._topics:
                 names = former.get(id(records))
                 self._names[id(records)] = names if names and names.records is records else _names_in(records)
-        wanted = [
-            (self._stream_of(names.records), str(names.records.partition), names) for names in self._names.values()
-        ]
+        partitions = [(names.records.partition, names) for names in self._names.values()]
+        wanted = [(self._plan.stream_of(partition), str(partition), names) for partition, names in partitions]
         if not wanted:
             return
         requests = [(stream, writer, (*names.identities, _notes_name(writer))) for stream, writer, names in wanted]
@@ -194,9 +194,6 @@ class SessionsWriter(Writer):
             return []
         written = write_drafts(self._store, self._catalogue, [window.rows[0] for window in drafted])
         return [window for window, is_written in zip(drafted, written, strict=True) if not is_written]
-
-    def _stream_of(self, records: Slice) -> str:
-        return self._plan.stream_of(records.partition.topic, records.partition.partition)
 
     def _window(self, builder: _WindowBuilder, recorder: Recorder, known: Known) -> Window:
         """End a window: the counts of the home shard, and the draft for the stream."""

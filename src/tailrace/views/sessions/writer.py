@@ -185,10 +185,7 @@ class SessionWriter:
     ) -> None:
         """Begin a session, or update an open one; it is the default session of the following calls.
 
-        Args:
-            identity: name of the session.
-            json: its Session JSON; missing required properties are filled in.
-            configs: configurations to publish with it, by identifier.
+        Missing required properties of its Session JSON are filled in. ``configs`` are published, by identifier.
         """
         for identifier, config in (configs or {}).items():
             self.config(identifier, config)

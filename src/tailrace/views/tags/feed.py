@@ -25,14 +25,17 @@ import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from tailrace.api.answers import Tag
 from tailrace.config.settings import Settings
 from tailrace.errors import StreamNotFound
 from tailrace.log.cursor import Cursor, FromCursor, FromLast, Position, Ranges
-from tailrace.log.event import Partition
+from tailrace.log.event import Partition, iso_time
 from tailrace.log.feed import BATCH_BYTES, LogFeed, LogFeeds, LogReader, MergeItem, MergeLine, last_events, latest
 from tailrace.log.hub import Hub, SegmentEntry
 from tailrace.log.request import AnyFeed, AnyFrame, EventFrame, Moved
@@ -188,10 +191,8 @@ class MergedTags(TagFeed):
         if not self._is_waiting:
             await super()._wait()
             return
-        try:
+        with suppress(TimeoutError):
             await asyncio.wait_for(self._wake.wait(), MARK_POLL_S)
-        except TimeoutError:
-            return
 
     # Reading.
 
@@ -291,20 +292,23 @@ class MergedTags(TagFeed):
                 frames.append(self._gap(gap, item))
                 gap.trim()
                 continue
-            if (unread := self._unread()) is not None:
+            # The merge needs the next event of every log that is not read to its end.
+            unread = (line for line in self._lines if not (line.unsent or line.done or line.reader.is_at_end))
+            if (line := next(unread, None)) is not None:
                 reads += 1
-                await self._read(unread)
+                await self._read(line)
                 continue
-            turn = self._next_event()
+            heads = self._heads()
+            turn = self._first_of_partition(*heads[0]) if heads else None
             if turn is None:
-                if (behind := self._behind()) is not None:
+                if heads and (behind := self._behind(*heads[0])) is not None:
                     reads += 1
                     await self._read(behind)
                     continue
                 if self._marks_are_old and any(line.unsent for line in self._lines):
                     await self._read_to_marks()
                     continue
-                turn = self._other_event()
+                turn = self._other_event(heads)
             if turn is None:
                 break
             line, event = turn
@@ -318,30 +322,14 @@ class MergedTags(TagFeed):
             frames.append(Moved(self.cursor))
         return frames
 
-    def _unread(self) -> _Line | None:
-        """Return a log without unsent events that is not read to its end; the merge needs its next event."""
-        for line in self._lines:
-            if not line.unsent and not line.done and not line.reader.is_at_end:
-                return line
-        return None
-
     def _heads(self) -> list[tuple[_Line, _Event]]:
         """Return the first event of each log that has one, in the order of timeuuids."""
-        heads: list[tuple[_Line, _Event]] = []
-        for line in self._lines:
-            if line.ahead and not line.done and not isinstance(head := line.ahead[0], Gap):
-                heads.append((line, head))
-        heads.sort(key=lambda each: (each[1].ms, each[1].offset))
-        return heads
+        first = [(line, line.ahead[0]) for line in self._lines if line.ahead and not line.done]
+        heads = [(line, head) for line, head in first if not isinstance(head, Gap)]
+        return sorted(heads, key=lambda each: (each[1].ms, each[1].offset))
 
-    def _next_event(self) -> tuple[_Line, _Event] | None:
-        """Return the next event by timeuuid; None if it has to wait for logs or marks."""
-        heads = self._heads()
-        return self._first_of_partition(*heads[0]) if heads else None
-
-    def _other_event(self) -> tuple[_Line, _Event] | None:
+    def _other_event(self, heads: Sequence[tuple[_Line, _Event]]) -> tuple[_Line, _Event] | None:
         """Return an event that may go out while the next one by timeuuid waits, or one that has waited too long."""
-        heads = self._heads()
         for line, head in heads:
             if (choice := self._first_of_partition(line, head)) is not None:
                 return choice
@@ -402,14 +390,13 @@ class MergedTags(TagFeed):
             joined[1] = number
         return data
 
-    def _behind(self) -> _Line | None:
-        """Return a log that must be read on before the next event can go out."""
-        for line, head in self._heads()[:1]:
-            _, event = self._earliest(head.partition)
-            for other in self._lines:
-                unread = other is not line and not other.done and not other.reader.is_at_end
-                if unread and other.size < self._max_size and other.complete_to(head.partition, False) < event.offset:
-                    return other
+    def _behind(self, line: _Line, head: _Event) -> _Line | None:
+        """Return a log that must be read on before ``head``, or the first event of its partition, can go out."""
+        _, event = self._earliest(head.partition)
+        for other in self._lines:
+            unread = other is not line and not other.done and not other.reader.is_at_end
+            if unread and other.size < self._max_size and other.complete_to(head.partition, False) < event.offset:
+                return other
         return None
 
     def _overdue(self, heads: Sequence[tuple[_Line, _Event]]) -> tuple[_Line, _Event] | None:
@@ -449,25 +436,7 @@ MAX_INSPECTED = 1_000_000
 """Events of one tag that are inspected to find the last N that a request shows."""
 
 
-class TagSummary(msgspec.Struct, frozen=True):
-    """The extent of one tag."""
-
-    tag: str
-    buckets: int
-    first_ms: int
-    """Start of its first bucket."""
-    last_ms: int
-    """Its latest timeuuid; in Cassandra the end of its last bucket."""
-    events: int | None = None
-    """None, like ``bytes``, in a store that does not count."""
-    bytes: int | None = None
-
-
 class TagStore(ABC):
-    """The tags of one store."""
-
-    store: str
-    """Its name in the settings."""
     own_cursors: bool
     """True if its cursors have their own form."""
 
@@ -493,7 +462,7 @@ class TagStore(ABC):
         """Find the start of a feed that shows what the filters, one for each tag, show."""
 
     @abstractmethod
-    async def tags(self, prefix: str, after: str, limit: int) -> list[TagSummary]:
+    async def tags(self, prefix: str, after: str, limit: int) -> list[Tag]:
         """Return up to ``limit`` tags that begin with ``prefix`` and follow ``after``, in order of their bytes."""
 
     @abstractmethod
@@ -515,9 +484,6 @@ def open_store(settings: Settings, nodes: Nodes, hub: Hub, logs: Logs, clock: Ca
 
 
 class ValkeyTags(TagStore, LogFeeds):  # type: ignore[misc]  # its requests are those of tags
-    """The tags in Valkey."""
-
-    store = "valkey"
     own_cursors = False
 
     async def _exists(self, tag: str) -> bool:
@@ -526,33 +492,30 @@ class ValkeyTags(TagStore, LogFeeds):  # type: ignore[misc]  # its requests are 
     async def _feed(self, request: TagRequest, filters: Sequence[TagFilter]) -> TagFeed:
         ends = [(await self._logs.log(tag)).end for tag in request.names]
         if isinstance(request.start, FromLast):
-            starts = await self._last(request, filters, ends, request.start.count)
+            count, tails = request.start.count, []
+            for tag, tag_filter in zip(request.names, filters, strict=True):
+                times = partial(_shown_times, tag_filter)
+                tails.append(await last_events(self._logs, tag, count, times, MAX_INSPECTED))
+            starts = latest(tails, ends, count)
         else:
             starts = list(await self._starts(request, ends))
         form = TagFeed if len(request.names) == 1 else MergedTags
         return form(self._hub, self._logs, request, filters, starts, ends, self._clock)
 
-    async def tags(self, prefix: str, after: str, limit: int) -> list[TagSummary]:
-        summaries: list[TagSummary] = []
-        while len(summaries) < limit:
-            names = await self._logs.names(after, prefix, min(limit - len(summaries), PAGE))
+    async def tags(self, prefix: str, after: str, limit: int) -> list[Tag]:
+        tags: list[Tag] = []
+        while len(tags) < limit:
+            names = await self._logs.names(after, prefix, min(limit - len(tags), PAGE))
             if not names:
                 break
             after = names[-1]
             for name, log in zip(names, await self._logs.logs_of(names), strict=True):
-                segments = log.segments
-                if segments:  # else the tag has just expired as a whole
-                    summaries.append(
-                        TagSummary(
-                            name,
-                            len({segment.start_ms for segment in segments}),
-                            segments[0].start_ms,
-                            segments[-1].newest_ms,
-                            sum(segment.events for segment in segments),
-                            sum(segment.bytes for segment in segments),
-                        )
-                    )
-        return summaries
+                if segments := log.segments:  # else the tag has just expired as a whole
+                    events, size = sum(each.events for each in segments), sum(each.bytes for each in segments)
+                    first, last = iso_time(segments[0].start_ms), iso_time(segments[-1].newest_ms)
+                    buckets = len({each.start_ms for each in segments})
+                    tags.append(Tag(name, events, size, buckets, first, last))
+        return tags
 
     async def is_at_end(self, names: Sequence[str], cursor: str) -> bool:
         positions = Cursor.parse(cursor, len(names)).positions
@@ -561,15 +524,6 @@ class ValkeyTags(TagStore, LogFeeds):  # type: ignore[misc]  # its requests are 
                 return False
         return True
 
-    async def _last(
-        self, request: TagRequest, filters: Sequence[TagFilter], ends: Sequence[Position], count: int
-    ) -> list[Position]:
-        """Return the positions before the last ``count`` events that the request shows."""
-        tails = []
-        for tag, tag_filter in zip(request.names, filters, strict=True):
 
-            def times(entry: NumberedRun, tag_filter: TagFilter = tag_filter) -> list[int | None]:
-                return [ms if is_shown else None for ms, is_shown in filter_run(entry.run, tag_filter)]
-
-            tails.append(await last_events(self._logs, tag, count, times, MAX_INSPECTED))
-        return latest(tails, ends, count)
+def _shown_times(tag_filter: TagFilter, entry: NumberedRun) -> list[int | None]:
+    return [ms if is_shown else None for ms, is_shown in filter_run(entry.run, tag_filter)]

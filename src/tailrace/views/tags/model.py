@@ -65,11 +65,7 @@ class TaggedEvent(NamedTuple):
 
 
 class Tagger:
-    """Extracts tags and source from events, decoding only the fields it needs.
-
-    Raises:
-        QueryError: The query of a rule is invalid.
-    """
+    """Extracts tags and source from events, decoding only the fields it needs; raises QueryError for a bad rule."""
 
     def __init__(self, settings: TagsSettings) -> None:
         self._topics = TopicFilter(settings.topics)
@@ -190,12 +186,8 @@ class SourceProgress(msgspec.Struct, frozen=True):
 def timeuuid_ms(time_ms: int, floor_ms: int, progress: Sequence[SourceProgress], partition: str, latest_ms: int) -> int:
     """Return the millisecond of an event's timeuuid, the same for all its tags in one shard.
 
-    Args:
-        time_ms: Time of the record.
-        floor_ms: Floor of its partition in the shard.
-        progress: Progress of its source in each of the tags.
-        partition: Its partition, as text.
-        latest_ms: A time from the future is cut to this one.
+    It is the time of the record, at most ``latest_ms``, raised to the floor of its partition in the shard and to the
+    progress of its source in each of the tags.
     """
     ms = max(floor_ms, min(time_ms, latest_ms))
     for each in progress:
@@ -326,8 +318,7 @@ def make_tag_request(
 ) -> TagRequest | None:
     """Check the parameters and return the request; None if its cursor says that the request has ended.
 
-    Args:
-        own_cursors: The store has its own form of cursors; then ``until`` must be a time.
+    With ``own_cursors`` the store has its own form of cursors; then ``until`` must be a time.
     """
     if mode not in ("any", "all"):
         raise BadRequest(f"mode={mode[:80]!r}: expected any, for events with one of the tags, or all")
@@ -371,12 +362,9 @@ def make_tag_request(
 
 
 class TagFilter:
-    """The filter of one requested tag: decides which events of its log a feed shows.
+    """The filter of one requested tag, by its index: decides which events of its log a feed shows.
 
     With ``any`` the first requested tag of an event shows it; with ``all`` the first tag of the request shows all.
-
-    Args:
-        index: Index of the tag in the request.
     """
 
     __slots__ = ("_earlier", "_first_ms", "_last_ms", "_others", "_query", "asks_record", "shows_all")

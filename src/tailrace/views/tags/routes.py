@@ -20,7 +20,7 @@ import msgspec
 from fastapi import Depends, Path, Request, Response
 from pydantic import AfterValidator
 
-from tailrace.api.answers import NamedReader, ReadersPage, SourcesPage, Tag, TaggedSource, TagsPage
+from tailrace.api.answers import NamedReader, ReadersPage, SourcesPage, TaggedSource, TagsPage
 from tailrace.api.requests import Parameters, SourcesParameters, TagFeedParameters, TagsFeedParameters, TagsParameters
 from tailrace.config.values import format_duration
 from tailrace.errors import CursorError, StreamNotFound, TagsOff, TailraceError
@@ -61,12 +61,7 @@ class TagsService(LogService):
 
     @property
     def store(self) -> TagStore:
-        """The store that has the tags.
-
-        Raises:
-            TagsOff: Nothing is tagged.
-            StoreUnavailable: Valkey has not answered yet.
-        """
+        """The store of the tags; raises TagsOff if nothing is tagged, StoreUnavailable before Valkey has answered."""
         if not self.is_on:
             raise TagsOff(
                 "nothing is tagged here: set tags.paths, where events have their tags, or tags.rules, and have "
@@ -108,10 +103,7 @@ routes = Routes("tags")
 async def list_tags(view: TagsHere, parameters: TagsParameters) -> TagsPage:
     """List the tags in the order of their names."""
     found = await view.store.tags(parameters.prefix, parameters.after, parameters.limit + 1)
-    tags = [
-        Tag(each.tag, each.events, each.bytes, each.buckets, iso_time(each.first_ms), iso_time(each.last_ms))
-        for each in found[: parameters.limit]
-    ]
+    tags = found[: parameters.limit]
     return TagsPage(tags, tags[-1].tag if len(found) > parameters.limit else None)
 
 
@@ -169,14 +161,13 @@ def _follow(
 def _request(
     view: TagsService, tags: tuple[str, ...], mode: str, parameters: TagFeedParameters, last_event_id: str | None
 ) -> TagRequest | None:
-    limits, own_cursors = view.settings.query_limits, view.store.own_cursors
     return make_tag_request(
         tags,
         parameters,
         now_ms=now_ms(),
         mode=mode,
-        limits=limits,
-        own_cursors=own_cursors,
+        limits=view.settings.query_limits,
+        own_cursors=view.store.own_cursors,
         last_event_id=last_event_id,
     )
 
@@ -192,7 +183,7 @@ async def _open(view: TagsService, wanted: TagRequest, parameters: TagFeedParame
         after = msgspec.structs.replace(parameters, after=known.cursor)
         wanted = _request(view, tags, mode, after, None) or wanted
     feed = NamedFeed(await view.store.open(wanted), view.readers, reader, store, known, now_ms)
-    await feed.begin()
+    await feed.save()  # so that a reader that returns before its first event does not start at a later end
     return feed
 
 
@@ -281,12 +272,7 @@ class ReaderRegistry:
 
 
 class NamedFeed:
-    """A feed of tags that stores the position of its reader.
-
-    Args:
-        store: Name of the store that the feed reads.
-        before: Position of the reader before this feed, if it has one.
-    """
+    """A feed of tags in ``store`` that stores the position of its reader, which was ``before`` until now."""
 
     def __init__(
         self,
@@ -307,17 +293,13 @@ class NamedFeed:
     def cursor(self) -> str:
         return self._feed.cursor
 
-    async def begin(self) -> None:
-        """Store the start, so that a reader that returns before its first event does not start at a later end."""
-        await self._save()
-
     def __aiter__(self) -> AsyncIterator[Sequence[AnyFrame]]:
         return self._batches()
 
     async def aclose(self) -> None:
         await self._feed.aclose()
         with suppress(TailraceError):
-            await self._save(now=True)
+            await self.save(now=True)
 
     async def _batches(self) -> AsyncIterator[Sequence[AnyFrame]]:
         async for frames in self._feed:
@@ -325,12 +307,12 @@ class NamedFeed:
             # The consumer asks for more, so it has this batch; but only the batch before it is surely sent.
             self._confirmed, self._reached = self._reached, self._feed.cursor
             self._last_event = next((f.data for f in reversed(frames) if isinstance(f, EventFrame)), self._last_event)
-            await self._save()
+            await self.save()
         # The feed has ended and the end was sent: a reader that returns at once does not get the last batch again.
         self._confirmed = self._reached
-        await self._save(now=True)
+        await self.save(now=True)
 
-    async def _save(self, now: bool = False) -> None:
+    async def save(self, now: bool = False) -> None:
         """Store the position, unless that was done a moment ago."""
         now_ms = self._clock()
         if not now and 0 <= now_ms - self._saved_ms < SAVE_EVERY_MS:  # the clock may be set back
@@ -343,10 +325,7 @@ class NamedFeed:
 
 
 async def inspect_readers(view: TagsService) -> list[NamedReader]:
-    """Return all readers, each with its lag, and a warning if events may expire before it gets them.
-
-    Readers that have been away for very long are forgotten.
-    """
+    """Return all readers, each with its lag and any warning, and forget those that have been away for very long."""
     keep, now = view.settings.tags.keep, now_ms()
     forget_ms = (max(FORGET_AFTER, 2 * keep) if keep is not None else FORGET_AFTER).total_seconds() * 1000
     readers: list[NamedReader] = []
@@ -356,7 +335,7 @@ async def inspect_readers(view: TagsService) -> list[NamedReader]:
             old.append(reader)
             continue
         lag_s, warning = 0.0, None
-        if position.event_ms is not None and not await _is_at_end(view.store, reader, position):
+        if position.event_ms is not None and not await _is_at_end(view, reader, position):
             lag_s = max(0, now - position.event_ms) / 1000
         if keep is not None and lag_s > WARN_FROM * keep.total_seconds():
             lag = format_duration(timedelta(seconds=round(lag_s)))
@@ -371,10 +350,10 @@ async def inspect_readers(view: TagsService) -> list[NamedReader]:
     return readers
 
 
-async def _is_at_end(store: TagStore, reader: ReaderIdentity, position: ReaderPosition) -> bool:
-    if position.store != store.store or not position.reached:
+async def _is_at_end(view: TagsService, reader: ReaderIdentity, position: ReaderPosition) -> bool:
+    if position.store != view.settings.tags.store or not position.reached:
         return False
     try:
-        return await store.is_at_end(reader.tags[:1] if reader.mode == "all" else reader.tags, position.reached)
+        return await view.store.is_at_end(reader.tags[:1] if reader.mode == "all" else reader.tags, position.reached)
     except CursorError:  # a cursor of an older form; the feed will refuse it, too
         return False

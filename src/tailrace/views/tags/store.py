@@ -100,6 +100,10 @@ def _floors(answer: Any) -> dict[Partition, int]:
     return {_partition(field): parse_mark_time(value)[0] for field, value in mapping(answer).items()}
 
 
+def _marks(answer: Any) -> dict[Partition, int]:
+    return {_partition(field): int(mark) for field, mark in mapping(answer).items() if field[:1] != SCAN_PREFIX}
+
+
 class Levels(msgspec.Struct, frozen=True):
     """The marks and the floors of the partitions in one shard."""
 
@@ -111,25 +115,20 @@ class LevelReader:
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
 
-    def shard_of(self, tag: str) -> int:
-        return shard_of(tag, self._nodes.options.shards)
+    async def read(self, tags: Iterable[str]) -> dict[str, Levels]:
+        """Return for each tag the levels of its shard.
 
-    async def read(self, shards: Iterable[int]) -> dict[int, Levels]:
-        """Return the levels of shards. Floors are read before marks, so they hold for everything beyond the marks."""
-        wanted, keys = sorted(set(shards)), self._nodes.keys
-        answers = await self._nodes.read_all(
-            [
-                *((shard, ("HGETALL", keys.times(shard, VIEW))) for shard in wanted),
-                *((shard, ("HGETALL", keys.marks(shard, VIEW))) for shard in wanted),
-            ]
-        )
-        levels: dict[int, Levels] = {}
-        for shard, times, marks in zip(wanted, answers, answers[len(wanted) :], strict=False):
-            levels[shard] = Levels(
-                {_partition(field): int(mark) for field, mark in mapping(marks).items() if field[:1] != SCAN_PREFIX},
-                _floors(times),
-            )
-        return levels
+        Floors are read before marks, so they hold for everything beyond the marks.
+        """
+        shards, keys = {tag: shard_of(tag, self._nodes.options.shards) for tag in tags}, self._nodes.keys
+        wanted = sorted(set(shards.values()))
+        floors = [(shard, ("HGETALL", keys.times(shard, VIEW))) for shard in wanted]
+        marks = [(shard, ("HGETALL", keys.marks(shard, VIEW))) for shard in wanted]
+        answers = await self._nodes.read_all([*floors, *marks])
+        levels = {
+            shard: Levels(_marks(answers[len(wanted) + i]), _floors(answers[i])) for i, shard in enumerate(wanted)
+        }
+        return {tag: levels[shard] for tag, shard in shards.items()}
 
 
 @lru_cache(10_000)

@@ -119,31 +119,26 @@ class SourceEvents(msgspec.Struct):
 
     marks: Mapping[Partition, int]
     """Marks of the tag's shard; events beyond them are not erased."""
-    places: dict[int, int] = {}
-    """Events in each segment, by its index, or in each bucket, by its start."""
+    places: set[int] = set()
+    """Indexes of the segments, or starts of the buckets, that they are in."""
     offsets: dict[Partition, int] = {}
     """Last offset of each partition."""
     number: int = 0
     """The highest."""
+    events: int = 0
     unreadable: int = 0
 
-    @property
-    def events(self) -> int:
-        return sum(self.places.values())
-
     def add(self, place: int, partition: Partition, offset: int, number: int) -> None:
-        self.places[place] = self.places.get(place, 0) + 1
+        self.events += 1
+        self.places.add(place)
         self.offsets[partition] = max(offset, self.offsets.get(partition, offset))
         self.number = max(number, self.number)
 
 
 class Erasing(ABC):
-    """One run of the job that erases a source, wherever tags rest; ``erased`` has the outcome for each tag.
+    """One run of the job that erases a source from one tag, or from all, wherever tags rest.
 
-    Args:
-        source: The source whose events are erased.
-        tag: Erase it from one tag; None = from all.
-        reached: Called at each failpoint.
+    It calls ``reached`` at each failpoint.
     """
 
     name = "cleanup"
@@ -151,35 +146,20 @@ class Erasing(ABC):
     whole = True
 
     def __init__(
-        self,
-        settings: Settings,
-        source: str,
-        tag: str | None = None,
-        *,
-        clock: Callable[[], int] = now_ms,
-        reached: Callable[[str], None] = failpoint,
+        self, settings: Settings, source: str, tag: str | None = None, *, reached: Callable[[str], None] = failpoint
     ) -> None:
-        self._settings, self._source, self._tag = settings, source, tag
-        self._clock, self._reached = clock, reached
+        self._settings, self._source, self._tag, self._reached = settings, source, tag, reached
         self.erased: list[TagErasure] = []
+        """The outcome for each tag."""
 
     def look(self, shards: Shards) -> dict[str, object]:
-        """Count the events that would be erased, and change nothing.
-
-        Raises:
-            BadRequest: No such tag has events of the source.
-        """
+        """Count the events that would be erased, and change nothing; raise BadRequest if no such tag has any."""
         for tag in self._wanted(shards):
             self._add(tag, ERASED, self._find(shards, tag), "would be erased")
         return self.facts()
 
     def run(self, shards: Shards, lease: JobLease) -> None:
-        """Erase the source.
-
-        Raises:
-            BadRequest: No such tag has events of the source.
-            StaleUpkeep: Another process has taken over.
-        """
+        """Erase the source; raise BadRequest if no such tag has its events, StaleUpkeep if another job took over."""
         wanted = self._wanted(shards)
         staging = Staging(shards, VIEW, lease.token)
         self._begin(staging)
@@ -192,9 +172,9 @@ class Erasing(ABC):
                 verdict = self._erase(shards, staging, lease, tag, found, erased)
             self._add(tag, verdict, found, "erased")
 
+    @abstractmethod
     def _tags(self, shards: Shards) -> Iterable[str]:
-        """Return the tags that have had events of the source; by default those with logs."""
-        return tags_of(shards, self._source)
+        """Return the tags that have had events of the source."""
 
     def _begin(self, staging: Staging) -> None:
         """Prepare the shards."""
@@ -220,11 +200,7 @@ class Erasing(ABC):
         }
 
     def _wanted(self, shards: Shards) -> list[str]:
-        """Return those of the source's tags that it is to be erased from.
-
-        Raises:
-            BadRequest: There is none.
-        """
+        """Return those of the source's tags that it is to be erased from; raise BadRequest if there is none."""
         found = [tag for tag in self._tags(shards) if self._tag is None or tag == self._tag]
         if not found:
             where = "no tag has" if self._tag is None else f"the tag {self._tag!r} has no"
@@ -248,11 +224,7 @@ class Erasing(ABC):
 
 
 def erasing(settings: Settings, source: str, tag: str | None, **options: Any) -> Erasing:
-    """Return the job that erases a source, for where tags rest.
-
-    Raises:
-        BadRequest: There is no view of tags.
-    """
+    """Return the job that erases a source, for where tags rest; raise BadRequest if there is no view of tags."""
     if settings.tags.store != "cassandra" or VIEW not in settings.pipeline.views:
         buckets_of(settings, tags.VIEW)
         return LogErasing(settings, source, tag, **options)
@@ -272,7 +244,10 @@ class LogErasing(Erasing):
     """Segments of the tag that nothing writes any more."""
 
     def _begin(self, staging: Staging) -> None:
-        self._opened = staging.reopen(self._clock() // 1000)
+        self._opened = staging.reopen(now_ms() // 1000)
+
+    def _tags(self, shards: Shards) -> Iterable[str]:
+        return tags_of(shards, self._source)
 
     def _find(self, shards: Shards, tag: str) -> SourceEvents:
         log = read_logs(shards, VIEW, [tag])[0]
@@ -335,17 +310,15 @@ class LogErasing(Erasing):
 
 
 class Anchor:
-    """The ``Numbering`` of one tag.
+    """The ``Numbering`` of one tag, by the progress of its sources, which was read before its log.
 
-    Args:
-        progress: Progress of the tag's sources, read before its log.
-        latest_ms: Limit for times from the future.
+    No timeuuid is after ``latest_ms``.
     """
 
     def __init__(self, progress: Mapping[str, SourceProgress], latest_ms: int) -> None:
         self._numbered_sources, self._latest_ms = progress.keys(), latest_ms
         self._top_ms = max((each.ms for each in progress.values()), default=SourceProgress().ms)
-        """No event of the tag had a later timestamp when its numbers were read."""
+        """No event of the tag had a later timeuuid when its numbers were read."""
         self._ends = {source: each.number for source, each in progress.items()}
         """For each source the number of its last rebuilt event; 0 where nothing is said."""
         self._ceilings: dict[Partition, int] = {}
@@ -355,7 +328,7 @@ class Anchor:
         """Progress of sources in front of the rebuilt events."""
         self._segment: dict[str, SourceProgress] = {}
         self._ahead: dict[Partition, dict[int, int]] = {}
-        """Timestamps in the log that differ from the event's time, by offset."""
+        """Milliseconds of timeuuids in the log that differ from the event's time, by offset."""
         self._counts: Counter[str] = Counter()
         self._new: dict[str, SourceProgress] = {}
 
@@ -386,12 +359,10 @@ class Anchor:
         self._ceilings.setdefault(partition, fields.ms)
 
     def fields_of(self, record: SpooledRecord, body: Body) -> TagFields:
-        """Return the fields of a record with its timestamp in the log, or its time if it is not there.
-
-        A time after all timestamps that none of the next records comes near is one from the future.
-        """
+        """Return the fields of a record with its millisecond in the log, or its time if it is not there."""
         time_ms = record.time_ms
         if time_ms > self._top_ms:
+            # If none of the next records comes near it, it is a time from the future.
             time_ms = max(self._top_ms, min(time_ms, record.newest_ms))
         return body.fields._replace(ms=self._ahead.get(record.partition, {}).get(record.offset, time_ms))
 
@@ -409,10 +380,7 @@ class Anchor:
         self._counts = Counter(event.fields.source for event in events if event.fields is not None)
 
     def numbered(self, events: Iterable[RestoredEvent]) -> Iterator[RestoredEvent]:
-        """Yield events, in their order, with their numbers and timestamps.
-
-        The timestamp that an event asks for, its earlier one or its time, is raised by the rule of the pipeline.
-        """
+        """Yield events, in their order, with their numbers and milliseconds; the rule of the pipeline raises these."""
         last = dict(self._front)
         floors: dict[str, int] = {}
         for each in last.values():

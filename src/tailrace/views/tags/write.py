@@ -145,9 +145,8 @@ class TagsWriter(Writer):
             for shard, (ms, _) in enumerate(applied.times)
             if ms == LONG_AGO[0]
         ]
-        floors = introduce_partitions(
-            shards, self._epoch, [(shard, [str(records.partition)]) for shard, records in new]
-        )
+        wanted = [(shard, [str(records.partition)]) for shard, records in new]
+        floors = introduce_partitions(shards, self._epoch, wanted)
         for (shard, records), (ms,) in zip(new, floors, strict=True):
             self._floors[id(records)][shard] = ms
 

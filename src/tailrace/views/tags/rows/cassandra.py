@@ -12,10 +12,9 @@ import logging
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from importlib import resources
-from string import Template
 from typing import Any, Final
 
 from cassandra import (
@@ -78,7 +77,6 @@ class CassandraConnection:
         return self
 
     def close(self) -> None:
-        """Close all connections; blocks."""
         with self._lock:
             session, self.session = self.session, None
             self._prepared.clear()
@@ -86,11 +84,7 @@ class CassandraConnection:
             session.cluster.shutdown()
 
     def prepared(self, text: str) -> Any:
-        """Return a prepared statement with our keyspace for ``$keyspace``; blocks the first time.
-
-        Raises:
-            StoreUnavailable: The tables do not exist yet.
-        """
+        """Return a prepared statement; block the first time; raise StoreUnavailable while there are no tables."""
         statement = self._prepared.get(text)
         if statement is None:
             session = self.open().session
@@ -100,15 +94,15 @@ class CassandraConnection:
             self._prepared[text] = statement
         return statement
 
-    def text(self, text: str, **more: str) -> str:
+    def text(self, text: str) -> str:
         """Return a statement with our keyspace for ``$keyspace``."""
-        return Template(text).substitute(keyspace=f'"{self.options.keyspace}"', **more)
+        return text.replace("$keyspace", f'"{self.options.keyspace}"')
 
-    def execute(self, text: str, values: Sequence[Any] = (), **more: str) -> list[tuple[Any, ...]]:
+    def execute(self, text: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """Run a statement that is not prepared, with our keyspace for ``$keyspace``; return its rows; blocks."""
         session = self.open().session
         with translated():
-            return list(session.execute(self.text(text, **more), values or None))
+            return list(session.execute(self.text(text), values or None))
 
     def _connect(self) -> None:
         options, timeout_s = self.options, self.options.timeout.total_seconds()
@@ -180,32 +174,22 @@ def translated() -> Iterator[None]:
 
 
 def prepare(options: CassandraSettings, keep: timedelta | None = None) -> None:
-    """Create the keyspace and the tables, or check existing ones; set how long new rows live.
+    """Create the keyspace and the tables, and let new rows live for ``keep``, None for ever; existing rows keep theirs.
 
-    Args:
-        keep: Life of a row after it is written; None is for ever. Existing rows keep theirs.
-
-    Raises:
-        StoreMismatch: A table has other columns; nothing was changed.
+    Raises StoreMismatch, before anything is changed, if an existing table has other columns.
     """
-    connection = CassandraConnection(options).open()
-    try:
+    with closing(CassandraConnection(options)) as connection:
         if not connection.execute(
             "SELECT keyspace_name FROM system_schema.keyspaces WHERE keyspace_name = %s", (options.keyspace,)
         ):
             by_datacenter = f"'class': 'NetworkTopologyStrategy', '{options.datacenter}'"
             simple = "'class': 'SimpleStrategy', 'replication_factor'"
             strategy = f"{{{by_datacenter if options.datacenter else simple}: {options.replication}}}"
-            text = "CREATE KEYSPACE IF NOT EXISTS $keyspace WITH replication = $strategy"
-            connection.execute(text, strategy=strategy)
-        missing = _compare(connection)
-        for table, statement in _schema().items():
-            if table in missing:
-                connection.execute(statement)
+            connection.execute(f"CREATE KEYSPACE IF NOT EXISTS $keyspace WITH replication = {strategy}")
+        for statement in _missing_tables(connection):
+            connection.execute(statement)
         _expire(connection, "tag_views", keep)
         _expire(connection, "tag_buckets", keep and keep + BUCKET_MARGIN)
-    finally:
-        connection.close()
 
 
 def _schema() -> dict[str, str]:
@@ -226,8 +210,8 @@ def _columns(statement: str) -> dict[str, str]:
     return {name: f"{kind} {kinds.get(name, 'regular -1')}" for name, kind in pairs}
 
 
-def _compare(connection: CassandraConnection) -> list[str]:
-    """Return the missing tables; raise StoreMismatch if one has other columns."""
+def _missing_tables(connection: CassandraConnection) -> list[str]:
+    """Return the statements that create the missing tables; raise StoreMismatch if one has other columns."""
     missing = []
     for table, statement in _schema().items():
         rows = connection.execute(
@@ -238,15 +222,12 @@ def _compare(connection: CassandraConnection) -> list[str]:
         actual = {name: f"{kind} {part} {position}" for name, kind, part, position in rows}
         wanted = _columns(statement)
         if not actual:
-            missing.append(table)
+            missing.append(statement)
         elif actual != wanted:
             others = sorted(name for name in actual.keys() | wanted.keys() if actual.get(name) != wanted.get(name))
-            differences = [
-                f"{name} ({actual.get(name, 'missing')}, not {wanted.get(name, 'there')})" for name in others
-            ]
+            found = (f"{name} ({actual.get(name, 'missing')}, not {wanted.get(name, 'there')})" for name in others)
             raise StoreMismatch(
-                f"table {connection.options.keyspace}.{table} of cassandra differs from ours in "
-                f"{', '.join(differences)}: "
+                f"table {connection.options.keyspace}.{table} of cassandra differs from ours in {', '.join(found)}: "
                 "choose another cassandra.keyspace and rebuild, or drop the table"
             )
     return missing

@@ -20,16 +20,18 @@ from uuid import UUID
 
 import msgspec
 
+from tailrace.api.answers import Tag
 from tailrace.config.settings import Settings
 from tailrace.errors import BadRequest, CursorError, RowsMissing, Unavailable
 from tailrace.log.cursor import MAX_CURSOR_BYTES, Cursor, FromCursor, FromEnd, FromLast, FromTime
+from tailrace.log.event import iso_time
 from tailrace.log.feed import BATCH_BYTES, end_frame
 from tailrace.log.hub import Hub
 from tailrace.log.request import AnyFeed, AnyFrame, ControlFrame, EventFrame, Moved
 from tailrace.log.segment import bucket_start
 from tailrace.log.timeuuid import last_of, ms_of, order
 from tailrace.valkey.shards import Nodes
-from tailrace.views.tags.feed import TagStore, TagSummary
+from tailrace.views.tags.feed import MAX_INSPECTED, TagStore
 from tailrace.views.tags.model import FromStoreCursor, TagFilter, TagRequest, record_of
 from tailrace.views.tags.rows.model import (
     BEGIN,
@@ -57,8 +59,6 @@ POLL_MS = 250
 """Interval of reads while the feed waits for floors to rise, which nobody announces."""
 MAX_RETRIES, RETRY_S = 40, 0.5
 """Reads from a store that does not answer, less and less often, for about a minute and a half."""
-MAX_INSPECTED = 1_000_000
-"""Rows of one tag that are inspected to find the last N that a request shows."""
 
 R = TypeVar("R", bound=RowKey)
 
@@ -66,9 +66,6 @@ _encode = msgspec.json.Encoder().encode
 
 
 class CassandraTags(TagStore):
-    """The tags in Cassandra."""
-
-    store = "cassandra"
     own_cursors = True
 
     def __init__(self, settings: Settings, nodes: Nodes, hub: Hub, clock: Callable[[], int]) -> None:
@@ -91,17 +88,17 @@ class CassandraTags(TagStore):
         return bool(await self._rows.buckets(tag))
 
     async def _feed(self, request: TagRequest, filters: Sequence[TagFilter]) -> TagRowsFeed:
-        levels = await self._levels.read(map(self._levels.shard_of, request.names))
-        starts = await self._starts(request, filters, levels)
+        levels, room = await self._levels.read(request.names), room_for(len(request.names))
+        starts = await self._starts(request, filters, levels, room)
         from_beginning = all(start.low == self._first for start in starts)
-        settings = msgspec.structs.replace(self._settings, room=room_for(len(request.names)))
+        settings = msgspec.structs.replace(self._settings, room=room)
         lines = [
             TagLine(tag, self._rows, self._levels, start, settings, self._clock, from_beginning=from_beginning)
             for tag, start in zip(request.names, starts, strict=True)
         ]
         if not from_beginning:
-            for line, start in zip(lines, starts, strict=True):
-                await self._expect(line, start, levels[line.shard])
+            for line in lines:
+                await self._expect(line, levels[line.tag])
         # A timeuuid may be ahead of the clock, but not of the floor of its partition.
         latest_ms = max([self._clock(), *(ms for each in levels.values() for ms in each.floors.values())])
         target = last_of(latest_ms)
@@ -112,44 +109,38 @@ class CassandraTags(TagStore):
         settings = msgspec.structs.replace(
             self._settings, delay_ms=0, future_ms=0, room=room_for(len(names)), short_ms=None
         )
-        levels = await self._levels.read(map(self._levels.shard_of, names))
+        levels = await self._levels.read(names)
         for tag, position in zip(names, positions, strict=True):
-            line = TagLine(tag, self._rows, self._levels, position, settings, self._clock)
-            try:
-                await line.begin(levels[line.shard])
+            async with aclosing(TagLine(tag, self._rows, self._levels, position, settings, self._clock)) as line:
+                await line.begin(levels[tag])
                 while line.is_reading and not line.ahead:
                     await line.read()
                 if line.ahead or line.reading.is_waiting:
                     return False
-            finally:
-                await line.close()
         return True
 
-    async def tags(self, prefix: str, after: str, limit: int) -> list[TagSummary]:
-        tags = sorted((tag for tag in await self._rows.tags() if tag.startswith(prefix)), key=str.encode)
-        page = [tag for tag in tags if not after or tag.encode() > after.encode()][:limit]
-        summaries: list[TagSummary] = []
-        for tag in page:
-            if buckets := await self._rows.buckets(tag):
-                last = max(bucket.start_ms + bucket.span_ms for bucket in buckets)
-                summaries.append(TagSummary(tag, len(buckets), buckets[0].start_ms, last))
-        return summaries
+    async def tags(self, prefix: str, after: str, limit: int) -> list[Tag]:
+        names = sorted((tag for tag in await self._rows.tags() if tag.startswith(prefix)), key=str.encode)
+        tags: list[Tag] = []
+        for name in [name for name in names if not after or name.encode() > after.encode()][:limit]:
+            if buckets := await self._rows.buckets(name):
+                first, last = buckets[0].start_ms, max(bucket.start_ms + bucket.span_ms for bucket in buckets)
+                tags.append(Tag(name, None, None, len(buckets), iso_time(first), iso_time(last)))
+        return tags
 
-    async def _expect(self, line: TagLine, start: TagPosition, levels: Levels) -> None:
+    async def _expect(self, line: TagLine, levels: Levels) -> None:
         """Look ahead for the first numbers of sources, where there are no floors and the start is in this bucket."""
-        now_ms, span_ms = self._clock(), self._settings.span_ms
-        if levels.floors or not self._scan_ms or ms_of(start.low) < bucket_start(now_ms, span_ms):
-            return
-        await asyncio.sleep(self._scan_ms / 1000)
-        await line.expect(levels, start.low, last_of(self._clock()))
+        bucket_ms = bucket_start(self._clock(), self._settings.span_ms)
+        if self._scan_ms and not levels.floors and ms_of(line.read_to) >= bucket_ms:
+            await asyncio.sleep(self._scan_ms / 1000)
+            await line.expect(levels)
 
     # The start of a feed.
 
     async def _starts(
-        self, request: TagRequest, filters: Sequence[TagFilter], levels: dict[int, Levels]
+        self, request: TagRequest, filters: Sequence[TagFilter], levels: dict[str, Levels], room: int
     ) -> list[TagPosition]:
         start, tags = request.start, request.names
-        by_tag = [levels[self._levels.shard_of(tag)] for tag in tags]
         if isinstance(start, FromStoreCursor):
             return list(parse_positions(start.text, len(tags)))
         if isinstance(start, FromCursor):
@@ -157,12 +148,11 @@ class CassandraTags(TagStore):
                 "this is a cursor of tags in another store (see tags.store): begin anew, for example at a time"
             )
         if isinstance(start, FromEnd) or start == FromLast(0):
-            room = room_for(len(tags))
-            return [await self._end(tag, each, room) for tag, each in zip(tags, by_tag, strict=True)]
+            return [await self._end(tag, levels[tag], room) for tag in tags]
         if isinstance(start, FromTime):
             return [TagPosition(last_of(start.time_ms - 1))] * len(tags)
         if isinstance(start, FromLast):
-            return await self._last(tags, filters, by_tag, start.count)
+            return await self._last(tags, filters, levels, room, start.count)
         return [TagPosition(self._first)] * len(tags)
 
     def _settled(self, levels: Levels) -> UUID:
@@ -194,16 +184,18 @@ class CassandraTags(TagStore):
         known.renew(levels.marks, levels.floors)
         async with aclosing(pages):
             async for rows in pages:
-                await _resolve_partitions(known, self._levels, self._levels.shard_of(tag), rows)
+                await _resolve_partitions(known, self._levels, tag, rows)
                 yield [row for row in rows if known.is_committed(row)]
 
     async def _last(
-        self, tags: Sequence[str], filters: Sequence[TagFilter], levels: Sequence[Levels], count: int
+        self, tags: Sequence[str], filters: Sequence[TagFilter], levels: dict[str, Levels], room: int, count: int
     ) -> list[TagPosition]:
         """Return the positions before the last ``count`` events of all tags that the request shows."""
-        room = room_for(len(tags))
-        lows = [self._settled(each) for each in levels]
-        newest = [await self._newest(*each, count) for each in zip(tags, levels, lows, filters, strict=True)]
+        lows = [self._settled(levels[tag]) for tag in tags]
+        newest = [
+            await self._newest(tag, levels[tag], low, tag_filter, count)
+            for tag, low, tag_filter in zip(tags, lows, filters, strict=True)
+        ]
         shown_rows = [(order(rows[i].timeuuid), at, i) for at, (rows, shown) in enumerate(newest) for i in shown]
         first: dict[int, int] = {}
         for _, at, i in nlargest(count, shown_rows):
@@ -211,7 +203,7 @@ class CassandraTags(TagStore):
         return [
             position_before(newest[at][0], first[at], lows[at], room)
             if at in first
-            else await self._end(tag, levels[at], room)
+            else await self._end(tag, levels[tag], room)
             for at, tag in enumerate(tags)
         ]
 
@@ -238,11 +230,7 @@ class CassandraTags(TagStore):
 
 
 class TagRowsFeed:
-    """An open feed: ``async for`` yields batches of frames until it ends; ``aclose`` ends it early.
-
-    Args:
-        target: No event that existed when the feed was opened has a later timeuuid.
-    """
+    """An open feed over rows; no event that existed when it was opened has a timeuuid after ``target``."""
 
     def __init__(
         self,
@@ -261,10 +249,8 @@ class TagRowsFeed:
         if not request.follow:
             self._until = self._target if self._until is None else min(self._until, self._target, key=order)
         self._fails = settings.fails or request.on_gap == "fail"
-        self._sent = request.sent
-        self._caught_up = request.resumed
-        self._ended = False
-        self._moved = False
+        self._sent, self._caught_up = request.sent, request.resumed
+        self._ended = self._moved = False
         self._wake = asyncio.Event()
         self._announced: deque[int] = deque()
         """Times when the hub announced writes that are not read yet."""
@@ -297,7 +283,7 @@ class TagRowsFeed:
     async def aclose(self) -> None:
         self._ended = True
         for line in self._lines:
-            await line.close()
+            await line.aclose()
         await self._stack.aclose()
 
     async def _batches(self) -> AsyncIterator[list[AnyFrame]]:
@@ -326,10 +312,10 @@ class TagRowsFeed:
     # When to read.
 
     async def _begin(self) -> None:
-        levels = await self._levels.read(line.shard for line in self._lines)
+        levels = await self._levels.read(self._request.names)
         if self._announced:
             self._announced_to_ms = max((ms for each in levels.values() for ms in each.floors.values()), default=0)
-        begun = (line.begin(levels[line.shard], self._until) for line in self._lines)
+        begun = (line.begin(levels[line.tag], self._until) for line in self._lines)
         for failure in await asyncio.gather(*begun, return_exceptions=True):
             if failure is not None:
                 raise failure
@@ -404,7 +390,8 @@ class TagRowsFeed:
                 continue
             item = line.pop()
             assert not isinstance(item, LostNumbers)
-            if not self._shows(item.row):
+            is_after = self._until is not None and order(item.row.timeuuid) > order(self._until)
+            if is_after or not shows_row(self._filters[item.row.tag], item.row):
                 self._moved = True
                 continue
             self._moved = False
@@ -440,11 +427,6 @@ class TagRowsFeed:
             while self._announced and self._announced[0] <= ms_of(read_to):
                 self._announced.popleft()
         return best
-
-    def _shows(self, row: StoredRow) -> bool:
-        if self._until is not None and order(row.timeuuid) > order(self._until):
-            return False
-        return shows_row(self._filters[row.tag], row)
 
     def _lost(self, line: TagLine) -> AnyFrame:
         if self._fails:
@@ -497,7 +479,7 @@ class TagLine:
         *,
         from_beginning: bool = False,
     ) -> None:
-        self.tag, self.shard = tag, levels.shard_of(tag)
+        self.tag = tag
         self.ahead: deque[Delivery] = deque()
         self.reading = Reading(start, settings, from_beginning=from_beginning, now_ms=clock())
         self.read_to: UUID = start.low
@@ -522,7 +504,7 @@ class TagLine:
 
     async def begin(self, levels: Levels, until: UUID | None = None) -> None:
         """Begin to read on, with new levels of the shard."""
-        await self.close()
+        await self.aclose()
         now_ms = self._clock()
         after, self._to = self.reading.begin(levels.marks, levels.floors, now_ms, until)
         await self._search(now_ms)
@@ -536,12 +518,12 @@ class TagLine:
         assert pages is not None
         rows = await anext(pages, None)
         if rows is not None:
-            await _resolve_partitions(self.reading.levels, self._levels, self.shard, rows)
+            await _resolve_partitions(self.reading.levels, self._levels, self.tag, rows)
             self._pages = pages
         now_ms = self._clock()
         self.ahead += self.reading.finish(now_ms) if rows is None else self.reading.take_page(rows, now_ms)
         if self.reading.is_full:
-            await self.close()
+            await self.aclose()
         if self.reading.is_at_end:
             self.read_to = self._to
         self.ahead += self.reading.expire(now_ms)
@@ -552,27 +534,30 @@ class TagLine:
         self._position, self._text = item.position, str(item.position)
         return item
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         pages, self._pages = self._pages, None
         if pages is not None:
             await pages.aclose()
 
-    async def expect(self, levels: Levels, start: UUID, to: UUID) -> None:
+    async def expect(self, levels: Levels) -> None:
         """Find the first number of each source after the start."""
-        self.reading.begin(levels.marks, levels.floors, self._clock())
-        async with aclosing(self._rows.row_keys(self.tag, start, to)) as pages:
+        now_ms = self._clock()
+        self.reading.begin(levels.marks, levels.floors, now_ms)
+        async for rows in self._row_keys(self.read_to, last_of(now_ms)):
+            self.reading.expect(rows)
+
+    async def _row_keys(self, after: UUID, to: UUID) -> AsyncIterator[list[RowKey]]:
+        async with aclosing(self._rows.row_keys(self.tag, after, to)) as pages:
             async for rows in pages:
-                await _resolve_partitions(self.reading.levels, self._levels, self.shard, rows)
-                self.reading.expect(rows)
+                await _resolve_partitions(self.reading.levels, self._levels, self.tag, rows)
+                yield rows
 
     async def _search(self, now_ms: int) -> None:
         """Run the searches that the reading asks for, and take the rows that were missed."""
         missed: set[tuple[UUID, str, int]] = set()
         for after, to in self.reading.searches(now_ms):
-            async with aclosing(self._rows.row_keys(self.tag, after, to)) as pages:
-                async for rows in pages:
-                    await _resolve_partitions(self.reading.levels, self._levels, self.shard, rows)
-                    missed.update(row.clustering for row in self.reading.find_missed(rows))
+            async for rows in self._row_keys(after, to):
+                missed.update(row.clustering for row in self.reading.find_missed(rows))
         for first, last in search_spans(sorted((timeuuid for timeuuid, _, _ in missed), key=order)):
             async with aclosing(self._rows.rows(self.tag, last_of(ms_of(first) - 1), last)) as full_pages:
                 async for full in full_pages:
@@ -580,10 +565,10 @@ class TagLine:
         self.reading.searched()
 
 
-async def _resolve_partitions(known: PartitionLevels, reader: LevelReader, shard: int, rows: Sequence[RowKey]) -> None:
+async def _resolve_partitions(known: PartitionLevels, reader: LevelReader, tag: str, rows: Sequence[RowKey]) -> None:
     """Find out which unknown partitions of rows have no marks."""
     if unknown := known.unknown(rows):
-        levels = (await reader.read([shard]))[shard]
+        levels = (await reader.read([tag]))[tag]
         known.unmarked |= unknown - levels.marks.keys() - levels.floors.keys()
 
 

@@ -213,7 +213,7 @@ class PartitionLevels:
     """
 
     def __init__(self) -> None:
-        self._marks: Mapping[Partition, int] | None = None
+        self._marks: Mapping[Partition, int] = {}
         self.floors: Mapping[Partition, int] = {}
         self.unmarked: set[Partition] = set()
         """Partitions without marks: their visible rows are committed, and others may appear at any timeuuid."""
@@ -222,17 +222,13 @@ class PartitionLevels:
         self._marks, self.floors = marks, floors
 
     def changed_after(self, marks: Mapping[Partition, int], scanned: UUID, start: UUID) -> UUID:
-        """Return the timeuuid after which rows may have been added: the old floors of partitions whose mark moved.
-
-        A new partition has nothing below the lowest of all floors: its introduction to the shard ensures that.
-        """
+        """Return the timeuuid after which rows may have been added: the old floors of partitions whose mark moved."""
         before, after = self._marks, scanned
-        if before is None:
-            return after
         lowest = min(self.floors.values(), default=None)
         for partition, mark in marks.items():
             if before.get(partition) == mark:
                 continue
+            # A new partition has nothing below the lowest of all floors: its introduction to the shard ensures that.
             floor = self.floors.get(partition) if partition in before else lowest
             if floor is None:
                 return start
@@ -241,16 +237,16 @@ class PartitionLevels:
 
     def settled(self, start: UUID) -> UUID | None:
         """Return the last timeuuid below all floors; the start if a partition has no floor, None if none has one."""
-        if self._marks is not None and not self.floors.keys() >= self._marks.keys():
+        if not self.floors.keys() >= self._marks.keys():
             return start
         lowest = min(self.floors.values(), default=None)
         return None if lowest is None else last_of(lowest - 1)
 
     def is_marked(self, partition: Partition) -> bool:
-        return partition in self.floors or (self._marks is not None and partition in self._marks)
+        return partition in self.floors or partition in self._marks
 
     def is_committed(self, row: RowKey) -> bool:
-        mark = self._marks.get(row.partition) if self._marks else None
+        mark = self._marks.get(row.partition)
         if mark is not None:
             return row.offset <= mark
         return row.partition in self.unmarked and row.partition not in self.floors
@@ -259,12 +255,10 @@ class PartitionLevels:
         """Return the partitions of rows that may have marks or not.
 
         A partition is introduced to the shard before its first row is written. So the caller reads the levels again,
-        after the rows, and adds the partitions without levels to ``unmarked``. Rows of the others are ignored until the
-        next ``renew``.
+        after the rows, and adds the partitions without levels to ``unmarked``; others are ignored until ``renew``.
         """
-        return {
-            row.partition for row in rows if row.partition not in self.unmarked and not self.is_marked(row.partition)
-        }
+        partitions = {row.partition for row in rows} - self.unmarked
+        return {partition for partition in partitions if not self.is_marked(partition)}
 
 
 class LastDelivered(msgspec.Struct, frozen=True, gc=False):
@@ -365,17 +359,14 @@ class ResumePoint:
         if position <= self._order:
             return
         self.low, self._order = timeuuid, position
-        if self._partitions:
-            self._partitions = {key: each for key, each in self._partitions.items() if order(each[1]) > position}
-        if self.sources:
-            self.sources = {source: each for source, each in self.sources.items() if order(each[1]) > position}
+        self._partitions = {key: each for key, each in self._partitions.items() if order(each[1]) > position}
+        self.sources = {source: each for source, each in self.sources.items() if order(each[1]) > position}
         if open_searched:
             self.close_below()
 
     def close_below(self) -> None:
         """Drop sources that were open at the start, below the low timeuuid, and were not found."""
-        if self.open:
-            self.open = {key: each for key, each in self.open.items() if order(last_of(each.since_ms)) > self._order}
+        self.open = {key: each for key, each in self.open.items() if order(last_of(each.since_ms)) > self._order}
 
     def position(self, held: Collection[OpenSource]) -> TagPosition:
         """Return the position to resume at, with the held sources."""
@@ -481,10 +472,8 @@ class NumberCheck:
         return len(self._doubtful[source, number]) == 1
 
     def disordered(self) -> list[str]:
-        """Return the sources whose numbers are not in the order of timeuuids, except those with repeats.
-
-        A first writing that was cut short lacks some rows; then their numbers come late.
-        """
+        """Return the sources whose numbers are not in the order of timeuuids, except those with repeats."""
+        # A first writing that was cut short lacks some rows; then their numbers come late.
         return sorted(self._late - {source for source, _ in self._doubtful})
 
     def gaps(self) -> Iterator[MissingNumbers]:

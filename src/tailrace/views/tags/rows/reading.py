@@ -133,32 +133,28 @@ class BacktrackSchedule:
     """The times at which a reader searches the past again for rows that appeared late."""
 
     def __init__(self, settings: ReadSettings, now_ms: int) -> None:
-        self._settings = settings
-        self._short_due = now_ms + (settings.short_ms or 0)
-        self._long_due = now_ms + (settings.long_ms or 0)
+        self._settings, self._searched_ms, self._searched_long_ms = settings, now_ms, now_ms
 
     @property
     def due_ms(self) -> int | None:
         """Time of the next search; None: never."""
-        return None if self._settings.short_ms is None else self._short_due
+        return None if self._settings.short_ms is None else self._searched_ms + self._settings.short_ms
 
     def since_ms(self, scanned_ms: int, now_ms: int) -> int | None:
         """Return the millisecond to search from, for a reader that has scanned to one; None if no search is due."""
         settings = self._settings
-        if not _is_due(self._short_due, settings.short_ms, now_ms):
+        if not _is_over(self._searched_ms, settings.short_ms, now_ms):
             return None
-        self._short_due = now_ms + (settings.short_ms or 0)
-        period_ms = settings.short_period_ms
-        if _is_due(self._long_due, settings.long_ms, now_ms):
-            self._long_due = now_ms + (settings.long_ms or 0)
-            period_ms = settings.long_period_ms
+        self._searched_ms, period_ms = now_ms, settings.short_period_ms
+        if _is_over(self._searched_long_ms, settings.long_ms, now_ms):
+            self._searched_long_ms, period_ms = now_ms, settings.long_period_ms
         furthest_ms = bucket_start(scanned_ms, settings.span_ms) - settings.span_ms
         return furthest_ms if period_ms is None else max(furthest_ms, scanned_ms - period_ms)
 
 
-def _is_due(due_ms: int, every_ms: int | None, now_ms: int) -> bool:
+def _is_over(begin_ms: int, interval_ms: int | None, now_ms: int) -> bool:
     """Return True if an interval is over, also if the clock was set back to before it began."""
-    return every_ms is not None and not due_ms - every_ms <= now_ms < due_ms
+    return interval_ms is not None and not begin_ms <= now_ms < begin_ms + interval_ms
 
 
 class HeldSource:
@@ -172,7 +168,8 @@ class HeldSource:
 
     def __init__(self, source: str, number: int, after: UUID, first: int, now_ms: int) -> None:
         self.source, self.number, self.after, self.first = source, number, after, first
-        self._since_ms = now_ms
+        self.since_ms = now_ms
+        """Begin of the wait for the missing events."""
         self._rows: dict[int, tuple[StoredRow, int]] = {}
 
     def __len__(self) -> int:
@@ -214,21 +211,13 @@ class HeldSource:
 
     def restart_wait(self) -> None:
         """Wait for the next gap, from the time when the events above it were seen."""
-        self._since_ms = min((seen_ms for _, seen_ms in self._rows.values()), default=self._since_ms)
-
-    def limit_wait(self, now_ms: int) -> None:
-        """Let the wait begin now at the latest, in case the clock was set back."""
-        self._since_ms = min(self._since_ms, now_ms)
-
-    def skip_gap(self) -> None:
-        """Give up the missing events below the lowest one."""
-        self.number = min(self._rows) - 1
+        self.since_ms = min((seen_ms for _, seen_ms in self._rows.values()), default=self.since_ms)
 
     def deadline_ms(self, settings: ReadSettings) -> int:
         first, last = self.missing
         if last - first >= settings.max_missing:
-            return self._since_ms
-        return self._since_ms + (settings.first_ms if self.is_optional else settings.gap_ms)
+            return self.since_ms
+        return self.since_ms + (settings.first_ms if self.is_optional else settings.gap_ms)
 
 
 class DeliveredRow(msgspec.Struct, frozen=True, gc=False):
@@ -255,8 +244,7 @@ Delivery: TypeAlias = DeliveredRow | LostNumbers
 class Reading:
     """The state of one tag's reader.
 
-    Args:
-        from_beginning: There is nothing before the start, so every source begins with its lowest number.
+    With ``from_beginning`` there is nothing before the start, so every source begins with its lowest number.
     """
 
     def __init__(
@@ -368,10 +356,7 @@ class Reading:
     # Missed rows.
 
     def searches(self, now_ms: int) -> list[tuple[UUID, UUID]]:
-        """Return the ranges, after one timeuuid and up to another, to search for missed rows now.
-
-        The caller passes their rows to ``find_missed``.
-        """
+        """Return the ranges, after one timeuuid and up to another, whose rows the caller passes to ``find_missed``."""
         ranges: list[tuple[UUID, UUID]] = []
         if not self._open_searched:
             since_ms = min(each.since_ms for each in self._resume.open.values())
@@ -389,12 +374,8 @@ class Reading:
 
     def find_missed(self, rows: Iterable[RowKey]) -> list[RowKey]:
         """Return the rows that were missed; the caller passes them, complete and in order, to ``take_missed``."""
-        limit = order(self._scanned)
-        return [
-            row
-            for row in rows
-            if self.levels.is_committed(row) and order(row.timeuuid) <= limit and self._is_missed(row)
-        ]
+        limit, committed = order(self._scanned), filter(self.levels.is_committed, rows)
+        return [row for row in committed if order(row.timeuuid) <= limit and self._is_missed(row)]
 
     def take_missed(self, rows: Iterable[StoredRow], now_ms: int) -> list[Delivery]:
         """Take rows that ``find_missed`` returned; return what to deliver."""
@@ -429,11 +410,10 @@ class Reading:
         """Give up gaps whose wait is over; return what to deliver."""
         out: list[Delivery] = []
         for held in list(self._held.values()):
-            held.limit_wait(now_ms)
+            held.since_ms = min(held.since_ms, now_ms)  # the clock may have been set back
             while held and now_ms >= held.deadline_ms(self._settings):
                 is_optional, (first, last), after = held.is_optional, held.missing, held.after
-                to = held.lowest.timeuuid
-                held.skip_gap()
+                to, held.number = held.lowest.timeuuid, last
                 if not is_optional:
                     out.append(LostNumbers(held.source, first, last, after, to, self.position()))
                 self._release(held, out)
@@ -469,13 +449,8 @@ class Reading:
         source, number, marked = row.source, self._last_number(row.source), self.levels.is_marked(row.partition)
         is_next = row.tag_seq == number + 1 if number is not None else self._is_first(row, ms_of(row.timeuuid))
         is_open = source in self._held or self._resume.opened(source) is not None
-        more = 0
-        if (
-            self._settled is not None
-            and order(row.timeuuid) > order(self._settled)
-            and not self._resume.names(row, marked)
-        ):
-            more += marked or (is_next and not is_open)
+        is_above = self._settled is not None and order(row.timeuuid) > order(self._settled)
+        more = is_above and not self._resume.names(row, marked) and (marked or (is_next and not is_open))
         if is_next:
             return not more or (ahead + more <= settings.room - ROOM_FOR_HELD and ahead + held + more <= settings.room)
         return ahead + held + more + (not is_open) <= settings.room and self._held_rows < settings.max_held
@@ -551,13 +526,9 @@ class Reading:
         while (row := held.next()) is not None:
             self._held_rows -= 1
             if not held:
-                self._held.pop(held.source, None)
+                del self._held[held.source]
             self._deliver(row, out)
-        if held:
-            held.restart_wait()
-            self._held[held.source] = held
-        else:
-            self._held.pop(held.source, None)
+        held.restart_wait()
 
     def _deliver(self, row: StoredRow, out: list[Delivery]) -> None:
         self._sources.deliver(row)

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 from uuid import UUID
@@ -82,12 +82,7 @@ Page: TypeAlias = tuple[list[Any], Any]
 
 
 class RowWriter:
-    """Writes rows, with many batches in flight; blocks. Not safe for threads.
-
-    Args:
-        connection: A connection to prepared tables.
-        batch: Rows of one Cassandra partition in a batch.
-    """
+    """Writes rows to prepared tables, ``batch`` rows of a Cassandra partition at once; blocks. Not safe for threads."""
 
     def __init__(self, connection: CassandraConnection, batch: int = 150) -> None:
         self._connection, self._batch = connection, batch
@@ -96,8 +91,7 @@ class RowWriter:
     def write(self, rows: Iterable[StoredRow]) -> None:
         """Write rows; existing rows are overwritten with the same values.
 
-        Raises:
-            StoreUnavailable: Some may be written and some not; nothing is in flight any more. Write all of them again.
+        After StoreUnavailable some may be written and some not, and nothing is in flight: write all of them again.
         """
         rows = list(rows)
         self._list({(row.tag, row.bucket_ms, row.span_ms) for row in rows})
@@ -105,11 +99,7 @@ class RowWriter:
         self._send(_INSERT, rows, lambda row: _values(row, headers))
 
     def delete(self, rows: Iterable[RowKey]) -> None:
-        """Delete rows. A key that is written again later must not be among them.
-
-        Raises:
-            StoreUnavailable: Some may be deleted and some not. Delete all of them again.
-        """
+        """Delete rows, after StoreUnavailable all of them again. None of the keys may be written again later."""
         self._send(_DELETE, rows, _key_values)
 
     def _list(self, buckets: set[tuple[str, int, int]]) -> None:
@@ -117,8 +107,7 @@ class RowWriter:
         fresh = [bucket for bucket in buckets if now - self._listed.get(bucket, -RELIST_S) >= RELIST_S]
         if not fresh:
             return
-        entry = self._connection.prepared(_LIST)
-        self._execute(entry.bind(bucket) for bucket in sorted(fresh))
+        self._execute(map(self._connection.prepared(_LIST).bind, sorted(fresh)))
         if len(self._listed) + len(fresh) > _LISTED_CACHE:
             self._listed.clear()
         self._listed.update(dict.fromkeys(fresh, now))
@@ -246,23 +235,16 @@ class Bucket(msgspec.Struct, frozen=True, order=True):
 
 
 class RowReader:
-    """Reads rows for the service; after a failure it works again when the node is back.
-
-    Args:
-        page: Most rows in a page.
-    """
+    """Reads rows for the service; after a failure it works again when the node is back."""
 
     def __init__(self, options: CassandraSettings, *, page: int = 500) -> None:
         self.page = page
+        """Most rows in a page."""
         self._connection = CassandraConnection(options)
         self._opened = False
 
     async def open(self) -> RowReader:
-        """Connect, unless that was done.
-
-        Raises:
-            StoreUnavailable: Cassandra does not answer, or the tables do not exist yet.
-        """
+        """Connect, unless that was done; raise StoreUnavailable without an answer, or while there are no tables."""
         if not self._opened:
             for text in (_ROWS, _ROW_KEYS, _ROWS_DOWN, _BUCKETS, _BUCKETS_DOWN, _TAGS):
                 await asyncio.to_thread(self._connection.prepared, text)
@@ -282,10 +264,7 @@ class RowReader:
         return [bucket async for day in self._days(tag, -_FAR_MS, _FAR_MS) for bucket in day]
 
     def rows(self, tag: str, after: UUID, to: UUID) -> AsyncGenerator[list[StoredRow], None]:
-        """Yield the rows after a timeuuid, up to another, in order, page by page; no page is empty.
-
-        Pages are requested ahead: close the iterator if you leave it before its end.
-        """
+        """Yield the rows after a timeuuid, up to another, page by page, none empty; close it if you leave it early."""
         return self._read(_ROWS, _row, tag, (after, to), _PageSize(self.page))
 
     def row_keys(self, tag: str, after: UUID, to: UUID) -> AsyncGenerator[list[RowKey], None]:
@@ -311,9 +290,7 @@ class RowReader:
         def open_bucket(bucket: Bucket) -> CassandraPartition[R]:
             values = tag, bucket.start_ms, *bounds
             return CassandraPartition(
-                bucket,
-                lambda state: self._request(text, values, size.now, state),
-                lambda raw: make(tag, bucket, raw),
+                bucket, lambda state: self._request(text, values, size.now, state), partial(make, tag, bucket)
             )
 
         ahead: deque[list[CassandraPartition[R]]] = deque()
@@ -546,10 +523,8 @@ def overlapping(buckets: Sequence[Bucket], *, down: bool = False) -> list[list[B
 class RowWalk:
     """Reads rows and blocks, for Spark tasks and commands. Use as ``with``: the connections end with it.
 
-    A walk yields every row of a tag that existed when it began, once, in the order of timestamps.
-
-    Raises:
-        StoreUnavailable: Cassandra does not answer, or nobody has made the tables yet.
+    It yields every row of a tag that existed when it began, once, in the order of timeuuids; or raises
+    StoreUnavailable, also while there are no tables.
     """
 
     def __init__(self, options: CassandraSettings) -> None:

@@ -69,7 +69,7 @@ MOST_LATE = 100_000
 """Rows of repeated numbers that a task examines; each further one counts as an event."""
 NUMBERING, ROW, RECORD = range(3)
 """Kinds of items: a part of the tag's numbering, an existing row, a record of Kafka."""
-_ITEMS = "name string, kind long, source string, offset long, time long, stamp long, body binary"
+_ITEMS = "name string, kind long, source string, offset long, time long, timeuuid_ms long, body binary"
 _RESTORED = (
     "name string, verdict string, events long, before long, segments long, replaced long, added long, written long"
 )
@@ -111,9 +111,8 @@ class TagRowCopy(TagCopy):
     def explain(
         self, shards: Shards, sums: Sequence[Mapping[str, Any]], now_ms: int
     ) -> Iterator[tuple[Mapping[str, Any], Finding | None]]:
-        for row in sums:
-            extra = "Kafka has fewer, or there are rows of one event under several numbers"
-            yield row, difference(row, extra=extra)
+        extra = "Kafka has fewer, or there are rows of one event under several numbers"
+        return ((row, difference(row, extra=extra)) for row in sums)
 
     def begin(self, shards: Shards, token: int | None, now_ms: int) -> RebuildStart:
         if token is not None:
@@ -133,11 +132,8 @@ class TagRowCopy(TagCopy):
             mine = [tag for batch in batches for i in batch.column(0).to_pylist() for tag in names[i::parts]]
             yield from _surveyed(plan, _store(options), mine)
 
-        def restore(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-            yield from _restored(plan, options, batches)
-
         items = spark.range(0, parts, 1, parts).mapInArrow(existing, _ITEMS)
-        columns = "name", f"{RECORD}L AS kind", "source", "offset", "time", "CAST(NULL AS LONG) AS stamp", "body"
+        columns = "name", f"{RECORD}L AS kind", "source", "offset", "time", "CAST(NULL AS LONG) AS timeuuid_ms", "body"
         routed = records(lambda slices: route(work, slices), RECORDS)
         items = items.unionAll(routed.selectExpr(*columns))
         one = Window.partitionBy("name", "source", "offset")
@@ -146,11 +142,11 @@ class TagRowCopy(TagCopy):
         # A time that none of the next records comes near is one from the future; it must not hold back what follows.
         # There are up to two items for each.
         next_ones = coalesce(highest("time").over(along.rowsBetween(1, 2 * NEXT_RECORDS)), col("time"))
-        # An existing timestamp stays. A new one is no later than the next existing one.
+        # An existing timeuuid stays. A new one is no later than the next existing one.
         behind = lowest("has").over(along.rangeBetween(1, Window.unboundedFollowing))
         in_order = (
             items.repartition(parts, "name")
-            .withColumn("has", lowest(when(col("kind") == ROW, col("stamp"))).over(one))
+            .withColumn("has", lowest(when(col("kind") == ROW, col("timeuuid_ms"))).over(one))
             .withColumn("asked", coalesce(col("has"), least(col("time"), next_ones, latest, behind)))
             .withColumn("newest", highest("asked").over(along.rangeBetween(Window.unboundedPreceding, 0)))
             .select("name", "kind", "source", "offset", "time", "newest", "body")
@@ -163,7 +159,7 @@ class TagRowCopy(TagCopy):
                 col("kind"),
             )
         )
-        return in_order.mapInArrow(restore, _RESTORED)
+        return in_order.mapInArrow(lambda batches: _restored(plan, options, batches), _RESTORED)
 
     def facts(self, rebuilt: Sequence[RestoredRows], left: Mapping[str, int]) -> dict[str, object]:
         return {
@@ -183,11 +179,7 @@ def _store(options: TagsPlan) -> CassandraSettings:
 
 
 def examine(work: Assignment, shards: Shards, rows: RowWalk, tag: str, since_ms: int) -> Examined:
-    """Read the rows of a tag, and compare their numbers with those of the shard.
-
-    Args:
-        since_ms: Time before which rows may have expired.
-    """
+    """Read the rows of a tag, and compare their numbers with the shard's; before ``since_ms`` rows may have expired."""
     shard = shard_of(tag, shards.options.shards)
     issued = {source: each.number for source, each in read_all_progress(shards, tag).items()}
     (answer,) = shards.run_all([(shard, ("HGETALL", shards.keys.marks(shard, VIEW)))])
@@ -235,7 +227,7 @@ def _is_erased(erased: Erasures, row: RowKey) -> bool:
 
 
 def _misnumbered(tag: str, numbers: NumberCheck, since_ms: int) -> Iterator[Finding]:
-    """Yield numbers that are missing, that two events have, or that are not in the order of timestamps."""
+    """Yield numbers that are missing, that two events have, or that are not in the order of timeuuids."""
     for source, number, events in numbers.conflicts():
         ids = ", ".join(f"{label}:{offset}" for label, offset in events[:3])
         yield Finding("conflict", tag, "", source, 1, len(events), f"number {number} is that of {ids}")
@@ -245,7 +237,7 @@ def _misnumbered(tag: str, numbers: NumberCheck, since_ms: int) -> Iterator[Find
         detail = f"number {gap.last + 1} comes after {gap.first - 1}"
         yield Finding("numbers", tag, day_text(gap.ms), gap.source, gap.first, gap.last + 1, detail)
     for source in numbers.disordered():
-        yield Finding("order", tag, "", source, detail="its numbers are not in the order of their stamps")
+        yield Finding("order", tag, "", source, detail="its numbers are not in the order of their timeuuids")
 
 
 def _miscounted(
@@ -270,7 +262,7 @@ def _miscounted(
 def _level(shards: Shards) -> None:
     """Raise the floors of each partition to the highest that it has in any shard.
 
-    Rebuilt rows get no timestamp after the floor of their partition in the tag's shard, since future rows may get that
+    Rebuilt rows get no timeuuid after the floor of their partition in the tag's shard, since future rows may get that
     one; but a shard without records of a partition for long may have a floor that is long past.
     """
     times: dict[Partition, int] = {}
@@ -294,7 +286,7 @@ class RestoreItem(NamedTuple):
     offset: int
     time_ms: int
     ms: int
-    """The millisecond that it asks for its timestamp."""
+    """The millisecond that it asks for in its timeuuid."""
     body: bytes
 
 
@@ -311,11 +303,9 @@ _decode_numbering = msgspec.msgpack.Decoder(BackwardNumbering).decode
 
 
 def survey(plan: RebuildPlan, shards: Shards, rows: RowWalk, tag: str) -> Iterator[tuple[Any, ...]]:
-    """Yield the items of a tag's rows and of its numbering.
-
-    The last numbers of sources are read first: those that were given out by then have their rows.
-    """
+    """Yield the items of a tag's rows and of its numbering."""
     shard = shard_of(tag, shards.options.shards)
+    # The last numbers of sources are read first: those that were given out by then have their rows.
     issued = {source: each.number for source, each in read_all_progress(shards, tag).items()}
     (floors,) = read_floors(shards, [shard])
     ceilings = {str(partition): ms for partition, ms in floors.items()}
@@ -367,7 +357,7 @@ class RowRestorer:
             existing, event, ms = _sort_out(group, erased)
             before += len(existing)
             row = right = None
-            # An event without a row whose timestamp has expired gets none.
+            # An event without a row whose millisecond has expired gets none.
             if event is not None and (existing or numbering.next_ms(event[1].source, label, ms) >= since_ms):
                 number, ms = numbering.give(event[1].source, label, ms)
                 row = self._row(tag, _parse_partition(label), offset, number, ms, *event)
@@ -400,16 +390,11 @@ class RowRestorer:
             bucket_ms=bucket_start(ms, self._span_ms),
             span_ms=self._span_ms,
             timeuuid=make_timeuuid(ms, offset, partition),
-            source=body.source,
             tag_seq=number,
-            seq=body.seq,
             partition=partition,
             offset=offset,
             time_ms=time_ms,
-            key=body.key,
-            headers=body.headers,
-            value=body.value,
-            tags=body.tags,
+            **msgspec.structs.asdict(body),
         )
 
     def _change(self, tag: str, new: Sequence[StoredRow], old: Sequence[RowKey]) -> None:
@@ -427,24 +412,17 @@ class RowRestorer:
 
 
 def _sort_out(group: Iterable[RestoreItem], erased: Erasures) -> tuple[list[ExistingRow], tuple[int, Body] | None, int]:
-    """Return an event's rows, its time and contents if it belongs to the tag, and the timestamp that it asks for.
+    """Return an event's rows, its time and contents if it belongs to the tag, and the millisecond that it asks for.
 
     It belongs there if Kafka has its record, or if Kafka no longer has it and it was not erased.
     """
-    existing: list[ExistingRow] = []
-    event: tuple[int, Body] | None = None
-    asked = 0
-    for item in group:
-        asked = item.ms
-        if item.kind == ROW:
-            existing.append(_decode_row(item.body))
-        else:
-            event = item.time_ms, decode_body(item.body)
-    if event is None:
-        for each in sorted(existing, key=lambda row: row.tag_seq):
-            if each.carried is not None and not _is_erased(erased, each):
-                event = each.carried
-    return existing, event, asked
+    items = list(group)
+    existing = [_decode_row(item.body) for item in items if item.kind == ROW]
+    events = [(item.time_ms, decode_body(item.body)) for item in items if item.kind == RECORD]
+    if not events:
+        kept = [row for row in existing if not _is_erased(erased, row)]
+        events = [row.carried for row in sorted(kept, key=lambda row: row.tag_seq) if row.carried is not None]
+    return existing, events[-1] if events else None, items[-1].ms
 
 
 def _surveyed(plan: RebuildPlan, store: CassandraSettings, tags: list[str]) -> Iterator[pa.RecordBatch]:
