@@ -89,8 +89,7 @@ class Host:
         """Apply slices to all views; return when every shard that they concern has written its part."""
         pending = [_Pending(view, records) for records in taken for view in self._views]
         for waiting in pending:
-            if waiting.view.keeps_times:
-                # Another process may have gone on since: a mark that did not move has the time of long ago.
+            if waiting.view.shares_times:
                 self._places.pop((waiting.view.name, str(waiting.records.partition)), None)
         self._remember({(p.view.name, str(p.records.partition)) for p in pending})
         for attempt in range(MAX_REFUSALS):

@@ -298,6 +298,8 @@ class Writer(Protocol):
 
     keeps_times: bool = False
     """True if all shards keep running-maximum times with their marks."""
+    shares_times: bool = False
+    """True if others than the task raise those times: they are read again for every take."""
 
     def load(self, shards: Shards, work: Sequence[tuple[Slice, AppliedMarks]]) -> None:
         """Read what the view must know of the store before these slices are cut. Most views need nothing."""

@@ -97,6 +97,7 @@ class TagsWriter(Writer):
 
     name = VIEW
     keeps_times = True
+    shares_times = True
 
     def __init__(self, tags: TagsPlan, plan: Plan, clock: Callable[[], float] = time.time) -> None:
         self._plan, self._shards, self._epoch, self._clock = tags, plan.store.shards, plan.epoch, clock
