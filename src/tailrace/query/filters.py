@@ -45,7 +45,6 @@ class _StandingQuery:
         self._listed: tuple[int, ...] | None = None
 
     def listed(self) -> tuple[int, ...]:
-        """Return a snapshot of the numbers."""
         if self._listed is None:
             self._listed = tuple(self.numbers)
         return self._listed
@@ -178,8 +177,6 @@ def _share(need: Need) -> float:
 
 
 class _PathIndex:
-    """The needs at one path."""
-
     def __init__(self, path: Path, met: frozenset[Need]) -> None:
         self._path, self._met = path, met
         self.values: dict[Hashable, _Found | _Index] = {}

@@ -549,8 +549,6 @@ def stream_of(rule: str) -> str:
 
 
 class Message(NamedTuple):
-    """A record to publish."""
-
     id: str
     """Identity in the outbox; the part before ``#`` is the fold's id."""
     topic: str

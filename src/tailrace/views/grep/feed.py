@@ -255,7 +255,6 @@ class GrepFeed:
 
     @property
     def cursor(self) -> str:
-        """Cursor after the last frame."""
         return self._window.cursor
 
     async def aclose(self) -> None:

@@ -205,8 +205,6 @@ class SearchCursor(msgspec.Struct, frozen=True):
 
 
 class GrepRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request for a feed of one search."""
-
     search: Search
     start: FromStart | FromEnd | FromLast | FromTime | SearchCursor
     since_ms: int | None = None

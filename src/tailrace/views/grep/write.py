@@ -70,11 +70,7 @@ class SearchSet:
             else:
                 numbers = match(document, record)
             for number in numbers:
-                rows = found.get(names[number])
-                if rows is None:
-                    found[names[number]] = [i]
-                else:
-                    rows.append(i)
+                found.setdefault(names[number], []).append(i)
         return found
 
     def _find_one(self, records: Slice, numbered: tuple[int, Query]) -> dict[str, list[int]]:
@@ -104,8 +100,6 @@ class SearchSet:
 
 
 class GrepPlan(msgspec.Struct, frozen=True):
-    """The settings that tasks need to write matches."""
-
     future_ms: int = 600_000
     """Longest distance of a bucket from the store's clock."""
     kept_bytes: int = 0
@@ -152,7 +146,6 @@ class GrepWriter(Writer):
             keep_records(shards, kept, self._kept_bytes)
 
     def over(self, topic: str) -> SearchSet:
-        """Return the searches over a topic."""
         searches = self._by_topic.get(topic)
         if searches is None:
             lives = [self._registry.lives[name] for name, topics in self._topics.items() if topic in topics]
