@@ -247,12 +247,8 @@ def next_chunk(waiting: Sequence[tuple[SearchLife, Stretch, Mapping[str, int]]],
 
 
 def _left(stretch: Stretch, marks: Mapping[str, int]) -> dict[str, Range]:
-    found: dict[str, Range] = {}
-    for partition, (first, until) in stretch.ranges.items():
-        begin = max(first, marks.get(partition, NOTHING) + 1)
-        if begin < until:
-            found[partition] = begin, until
-    return found
+    left = {s: (max(first, marks.get(s, NOTHING) + 1), until) for s, (first, until) in stretch.ranges.items()}
+    return {partition: (begin, until) for partition, (begin, until) in left.items() if begin < until}
 
 
 Read = Callable[[Any, Callable[[bytes | None, bytes], bool] | None], Iterator[tuple[Slice | None, int]]]
