@@ -15,7 +15,6 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
-from types import TracebackType
 
 import msgspec
 
@@ -54,9 +53,7 @@ class Hub:
         self._tasks.append(asyncio.create_task(self._refresh(), name="refresh"))
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

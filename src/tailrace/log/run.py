@@ -29,6 +29,7 @@ MAX_RAW_BYTES = 64 << 20
 """Largest run after decompression; the codec's header says the size, so a larger one is refused before."""
 _RAW, _ZSTD = b"\x00", b"\x01"
 _encode_json = msgspec.json.Encoder().encode
+_source_json = lru_cache(10_000)(_encode_json)
 
 
 class TagFields(NamedTuple):
@@ -217,11 +218,6 @@ def tag_fields_json(fields: TagFields, tag: str, timeuuid: UUID) -> bytes:
 @lru_cache(4096)
 def _tags_json(tag: str, tags: tuple[str, ...]) -> bytes:
     return b'"tag":%b,"tags":%b,"source":' % (_encode_json(tag), _encode_json(tags))
-
-
-@lru_cache(10_000)
-def _source_json(source: str) -> bytes:
-    return _encode_json(source)
 
 
 @lru_cache(4096)

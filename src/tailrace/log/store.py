@@ -236,10 +236,7 @@ class Staging:
         """
         shards = range(self._shards.options.shards)
         answers = self._call([(shard, "reopen", (self.token, self.view, now_s)) for shard in shards])
-        return [
-            (int(epoch), {Partition.parse(field.decode()): int(mark) for field, mark in mapping(marks).items()})
-            for _, epoch, marks in answers
-        ]
+        return [(int(epoch), parse_marks(marks)) for _, epoch, marks in answers]
 
     def replace(self, name: str, old: Sequence[Segment], new: Sequence[NewSegment], remember_ms: int) -> str:
         """Replace old segments by staged ones, in order; return ``ok``, moved or unstaged.
@@ -402,7 +399,7 @@ def _within_read(answer: Any, after: int) -> list[NumberedRun]:
     entries: list[NumberedRun] = []
     size = 0
     for item in answer:
-        packed = item[1][b"r"][:1] == CODEC if isinstance(item[1], dict) else item[1][1][:1] == CODEC
+        packed = mapping(item[1])[b"r"][:1] == CODEC
         if packed and size >= PACKED_BYTES:
             break
         for entry in read_entries(*item):
