@@ -94,20 +94,17 @@ class Rebuilding:
 
     def look(self, shards: Shards) -> dict[str, object]:
         """Return what would be done, and change nothing."""
-        self._rebuild(shards, None)
+        self.run(shards, None)
         return self.facts()
 
-    def run(self, shards: Shards, lease: JobLease) -> None:
-        """Restore the logs with faults.
+    def run(self, shards: Shards, lease: JobLease | None) -> None:
+        """Restore the logs with faults; without a lease, change nothing.
 
         Raises:
             StreamNotFound: Neither the view nor Kafka has the stream.
             StaleUpkeep: Another process has taken over.
             PipelineError: Spark failed; logs that were restored until then stay so.
         """
-        self._rebuild(shards, lease)
-
-    def _rebuild(self, shards: Shards, lease: JobLease | None) -> None:
         requested = None if self._name is None else frozenset([self._name])
         if self._source is not None and requested is None:
             requested = self._copy.names_of(shards, self._source)
