@@ -181,8 +181,6 @@ class EmbeddedKafka(JavaServer):
 
 
 class Java(msgspec.Struct, frozen=True, kw_only=True):
-    """A Java runtime of this machine."""
-
     path: str
     version: int
 

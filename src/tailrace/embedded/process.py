@@ -254,15 +254,12 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 def lock_holder(folder: Path) -> int | None:
     """Return the id of the process that has locked a folder; None if none has, 0 if its id is unknown."""
-    try:
-        with (folder / LOCK_FILE).open(encoding="utf-8") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                text = lock.read().strip()
-                return int(text) if text.isdigit() else 0
-    except FileNotFoundError:
-        pass
+    with contextlib.suppress(FileNotFoundError), (folder / LOCK_FILE).open(encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            text = lock.read().strip()
+            return int(text) if text.isdigit() else 0
     return None
 
 

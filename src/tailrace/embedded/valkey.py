@@ -110,8 +110,7 @@ def start_cluster(folder: Path, ports: Sequence[int] = (0, 0, 0), *, timeout: fl
 
 
 def _join(nodes: Sequence[EmbeddedValkey]) -> None:
-    with nodes[0].client() as first:
-        fresh = int(_info(first)["cluster_slots_assigned"]) == 0
+    fresh = int(_info(nodes[0])["cluster_slots_assigned"]) == 0
     for number, node in enumerate(nodes):
         with node.client() as client:
             if fresh:
@@ -123,13 +122,13 @@ def _join(nodes: Sequence[EmbeddedValkey]) -> None:
 
 
 def _settled(node: EmbeddedValkey, size: int) -> bool:
-    with node.client() as client:
-        info = _info(client)
+    info = _info(node)
     return info["cluster_state"] == "ok" and int(info["cluster_known_nodes"]) == size
 
 
-def _info(client: valkey.Valkey) -> dict[str, str]:
-    found: dict[str, str] = client.execute_command("CLUSTER INFO")
+def _info(node: EmbeddedValkey) -> dict[str, str]:
+    with node.client() as client:
+        found: dict[str, str] = client.execute_command("CLUSTER INFO")
     return found
 
 
