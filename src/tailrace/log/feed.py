@@ -128,7 +128,6 @@ class LogFeed:
         return self._batches()
 
     async def aclose(self) -> None:
-        """Stop following."""
         self._ended = True
         await self._stack.aclose()
 

@@ -220,14 +220,11 @@ class LiveEnd:
             self.base = oldest.key
 
     def wake(self) -> None:
-        """Wake all readers of the log."""
         for waiter in self.waiters:
             waiter.set()
 
 
 class SegmentEntry(msgspec.Struct, frozen=True, gc=False):
-    """An entry with its segment."""
-
     segment: Segment
     entry: NumberedRun
 

@@ -261,7 +261,6 @@ _codec = _Codec()
 
 
 def encode(run: Run) -> bytes:
-    """Return the stored form of a run."""
     body = _encoder.encode(run)
     if len(body) < COMPRESS_FROM:
         return _RAW + body
@@ -274,7 +273,6 @@ def raw_size(stored: bytes) -> int:
 
 
 def decode(stored: bytes) -> Run:
-    """Read a stored run."""
     codec, body = stored[:1], stored[1:]
     if codec == _ZSTD:
         if zstandard.frame_content_size(body) > MAX_RAW_BYTES:
