@@ -23,7 +23,7 @@ from tailrace.errors import StoreError
 from tailrace.log.event import Headers, Partition, shard_of
 from tailrace.log.run import NumberedRun, Run, TagColumns, TagFields
 from tailrace.log.segment import DAY_MS, Log, Segment, day_text
-from tailrace.log.store import LogRegistry, read_entries, read_log, read_row
+from tailrace.log.store import read_entries, read_log, read_row
 from tailrace.valkey.shards import Command, Shards, mapping, translated
 
 Bounds: TypeAlias = Mapping[Partition, tuple[int, int]]
@@ -312,12 +312,6 @@ def _parse(name: str, shard: int, fields: dict[bytes, bytes], listed: bool) -> E
         )
     except (ValueError, StoreError):
         return ExaminedLog(name, shard, Log(), False, 0, listed, is_broken=True)
-
-
-def walk_logs(shards: Shards, view: str, shard: int, wanted: Callable[[str], bool]) -> Iterator[ExaminedLog]:
-    """Yield every listed and wanted log of a shard, in the order of the names' bytes."""
-    for names in LogRegistry(shards, view).pages(shard, wanted):
-        yield from read_logs(shards, view, names)
 
 
 class Examined(msgspec.Struct, frozen=True):

@@ -60,7 +60,6 @@ from tailrace.upkeep.examine import (
     prints,
     read_logs,
     read_segment,
-    walk_logs,
 )
 from tailrace.upkeep.job import failpoint
 from tailrace.upkeep.rebuild import (
@@ -341,7 +340,8 @@ class LogCopy(ViewCopy):
         def is_mine(name: str) -> bool:
             return crc32(name.encode()) // count % parts == part and wanted(name)
 
-        logs = walk_logs(shards, self.view, shard, is_mine)
+        pages = LogRegistry(shards, self.view).pages(shard, is_mine)
+        logs = (log for names in pages for log in read_logs(shards, self.view, names))
         return examine(shards, self.view, logs, work.extent.shards[shard], work.erased, self.check_numbers)
 
     def explain(
