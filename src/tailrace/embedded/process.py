@@ -256,11 +256,9 @@ def lock_holder(folder: Path) -> int | None:
 
 
 class EmbeddedServer(ABC):
-    """A server whose data and settings live in one folder, which is created if it is missing.
+    """A server whose data, settings and, by default, log live in one folder, which is created if it is missing.
 
-    Args:
-        port: Port for clients; 0 is a free one, chosen once.
-        log: Log file; one in the folder by default.
+    Clients connect to ``port``; 0 is a free one, chosen once.
     """
 
     name: ClassVar[str]

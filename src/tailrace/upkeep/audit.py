@@ -93,7 +93,6 @@ class Auditing:
         pattern: Only names that match.
         keys: Also look through all keys for some that nobody owns.
         spark: A session; one is started, and ended, without it.
-        stopped: True if the run is to end at the next opportunity.
 
     Raises:
         BadRequest: The view has no copy of Kafka's records, or an option makes no sense for it.

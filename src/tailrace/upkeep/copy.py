@@ -325,14 +325,11 @@ class History:
         marks: Sequence[Mapping[Partition, int]] | None = None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> tuple[list[Any], Assignment]:
-        """Run a Spark job over the history; again if Kafka drops records that it was about to read.
+        """Run a Spark job over the history, as ``collect_past`` does.
 
         Args:
             job: Returns the data frame of the job, given its tasks' input and Kafka's records.
             marks: Where the history ends, for each shard; None = at the marks of this moment.
-
-        Raises:
-            PipelineError: Spark failed, or the job was stopped.
         """
 
         def frame(work: Assignment) -> Any:
@@ -403,13 +400,8 @@ def collect_past(
 ) -> tuple[list[Any], T]:
     """Run a job over Kafka's past, again if Kafka drops records that it was about to read.
 
-    Args:
-        begin: Returns what there is to read now.
-        job: Returns the data frame of the job, given that.
-        has_moved: True if Kafka no longer has all of it.
-
-    Raises:
-        PipelineError: Spark failed, or the job was stopped.
+    ``begin`` returns what there is to read now, ``job`` the data frame of the job over that, and ``has_moved`` whether
+    Kafka no longer has all of it. PipelineError: Spark failed, or the job was stopped.
     """
     for attempt in range(ATTEMPTS):
         past = begin()
@@ -431,11 +423,9 @@ def map_records(
     *,
     cut: bool = True,
 ) -> Any:
-    """Return the data frame of what tasks make of Kafka's records.
+    """Return the data frame of what tasks make of Kafka's records; if ``cut``, several tasks may read a partition.
 
-    Args:
-        ranges: Of each partition, by its label, the first offset and the one behind the last.
-        cut: True if several tasks may read a partition.
+    ``ranges`` has of each partition, by its label, the first offset and the one behind the last.
     """
     limits = RecordLimits(settings.pipeline.max_event_bytes, settings.pipeline.max_depth)
     reader = RangeReader(client_properties(settings))

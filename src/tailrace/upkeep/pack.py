@@ -141,10 +141,8 @@ def divided(dues: Sequence[DueSegment], parts: int) -> list[list[DueSegment]]:
 class SegmentStage:
     """Stages one segment piece by piece; each is read back and compared before the next, so memory is that of one.
 
-    Args:
-        staging: Where to write; None = nowhere, for a dry run, which only counts.
-        index: Index of the segment among those that are staged for its log.
-        staged: Called when a piece is written, and not yet compared.
+    Without ``staging`` it only counts, for a dry run. ``index`` is the segment's among those that are staged for its
+    log; ``staged`` is called when a piece is written, and not yet compared.
     """
 
     def __init__(
@@ -179,11 +177,8 @@ class _Unreadable(Exception):
 class Packer:
     """Packs segments of one view under one lease.
 
-    Args:
-        throttle: The pace.
-        check: Called between groups, between the pieces of a large segment and while the throttle sleeps; an error that
-            it raises ends the packing.
-        reached: Called at each failpoint.
+    ``check`` is called between groups, between the pieces of a large segment and while the throttle sleeps; an error
+    that it raises ends the packing. ``reached`` is called at each failpoint.
     """
 
     def __init__(
@@ -333,12 +328,9 @@ class _Stopped(Exception):
 
 
 class Packing:
-    """One run of the job; ``outcome`` has the work so far, also after a failure.
+    """One run of the job; ``outcome`` has the work so far, also after a failure. Progress is in stored bytes.
 
-    Args:
-        spread: Spark for large amounts; None = pack all in this process.
-        throttle: The pace; runs can share it.
-        scope: Its progress is in stored bytes.
+    Large amounts are packed with Spark if ``spread`` is given. Runs can share a throttle.
     """
 
     name = "pack"

@@ -316,16 +316,11 @@ class Buckets:
     Args:
         front: The segment in front of them: an event that asks for a bucket before its end goes to its bucket.
         room: Limit of their number; None = any number.
-        lowest: Begin and length of the first possible one.
-        highest: Begin and length of the last possible one.
+        lowest, highest: Begin and length of the first and of the last possible one.
     """
 
     def __init__(
-        self,
-        front: Segment | None = None,
-        room: int | None = None,
-        lowest: tuple[int, int] | None = None,
-        highest: tuple[int, int] | None = None,
+        self, front: Segment | None, room: int | None, lowest: tuple[int, int], highest: tuple[int, int]
     ) -> None:
         self._front, self._room, self._lowest, self._highest = front, room, lowest, highest
         self.made: list[tuple[int, int]] = []
@@ -333,9 +328,9 @@ class Buckets:
 
     def place(self, start_ms: int, span_ms: int) -> int:
         """Return the index of an event's bucket, given the one that it asks for."""
-        if self._lowest is not None and start_ms < self._lowest[0]:
+        if start_ms < self._lowest[0]:
             start_ms, span_ms = self._lowest
-        if self._highest is not None and start_ms >= self._highest[0]:
+        if start_ms >= self._highest[0]:
             start_ms, span_ms = self._highest
         if not self.made:
             if self._front is not None and start_ms < self._front.end_ms:
