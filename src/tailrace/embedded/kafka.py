@@ -82,12 +82,7 @@ rootLogger.appenderRef.file.ref = file
 
 
 class JavaServer(EmbeddedServer):
-    """A server that runs on Java.
-
-    Args:
-        memory: The Java heap.
-        jars_folder: Folder of the jars; the user's cache folder by default.
-    """
+    """A server that runs on Java, with ``memory`` as its heap, from the jars in a folder or in the user's cache."""
 
     def __init__(
         self,
@@ -181,8 +176,6 @@ class EmbeddedKafka(JavaServer):
 
 
 class Java(msgspec.Struct, frozen=True, kw_only=True):
-    """A Java runtime of this machine."""
-
     path: str
     version: int
 
