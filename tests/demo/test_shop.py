@@ -1,4 +1,4 @@
-"""The shop of the demo: orders, payments and log lines that belong together, and searches that find some of them."""
+"""The shop of the demo: orders, payments and log lines that belong together, carts with tags, and searches."""
 
 from __future__ import annotations
 
@@ -15,22 +15,29 @@ from typing import Any
 import msgspec
 import pytest
 
-from tailrace.config.settings import load
+from tailrace.config.settings import Settings, load
 from tailrace.demo import (
     ACCOUNTS,
+    CARTS,
+    CARTS_TOPIC,
     EU,
+    GOODS,
     HOSTS,
     LOGS,
     ORDERS,
     PAYMENTS,
+    RULES,
     SEARCHES,
     STEP,
+    TAGGED,
     US,
     Clock,
     Event,
+    cart_story,
     examples,
     order_story,
     stories,
+    with_tags,
 )
 from tailrace.query import Record
 from tailrace.views.grep.model import make_search
@@ -155,3 +162,50 @@ def test_searches_are_named_only_where_they_would_find_something(
     assert examples(load())[: len(SEARCHES)] == SEARCHES
     assert not {*SEARCHES} & {*examples(load(flags={"demo.orders": 0}))}
     assert examples(load(flags={"pipeline.views": ["days", "folds"]})) == ()
+
+
+def generate_carts(seed: int, seconds: float, rate: float = 0.5) -> list[dict[str, Any]]:
+    steps = islice(stories(Random(seed), lambda: BEGAN, rate, CARTS, cart_story), round(seconds / STEP))
+    found = [event for _, events in steps for event in events]
+    assert {topic for topic, _ in found} <= {CARTS_TOPIC}
+    return [event for _, event in found]
+
+
+def test_the_same_seed_tells_the_same_carts() -> None:
+    assert generate_carts(7, 60) == generate_carts(7, 60)
+    assert generate_carts(7, 60) != generate_carts(8, 60)
+    assert generate_carts(7, 600, rate=0) == []
+
+
+def test_a_cart_is_opened_filled_and_ended_and_its_tags_say_so() -> None:
+    by_cart: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for event in generate_carts(1, 300):
+        by_cart[event["key"][0]].append(event["value"])
+    whole = [events for events in by_cart.values() if events[-1]["type"] in ("cart.checked-out", "cart.abandoned")]
+    assert len(whole) > 50
+    kinds = {kind for _, _, _, kind in GOODS}
+    for events in whole:
+        assert events[0]["type"] == "cart.opened"
+        for event in events:
+            assert event["country"] == event["tags"][0]
+            end = event["type"].removeprefix("cart.")
+            assert (end in event["tags"]) == (end in ("checked-out", "abandoned"))
+            assert set(event["tags"][1:]) <= kinds | {end}
+
+
+def test_the_demo_tags_carts_and_orders_where_nobody_said_otherwise() -> None:
+    found = with_tags(load())
+    assert found.tags.paths == ("tags",)
+    assert found.tags.rules.written() == RULES
+    assert "tags" in found.live_views
+    assert Settings(**{section: getattr(found, section) for section in Settings.model_fields}) == found
+    assert set(TAGGED) <= set(examples(found))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{"tags.paths": ["labels"]}, {"demo.carts": 0, "demo.orders": 0}, {"pipeline.views": ["days"]}],
+)
+def test_the_demo_leaves_other_settings_alone(flags: dict[str, Any]) -> None:
+    settings = load(flags=flags)
+    assert with_tags(settings) is settings

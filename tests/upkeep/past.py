@@ -240,9 +240,8 @@ class Past:
         with Keeper(self.store, view=self.view_name) as keeper:
             opened = keeper.staging.reopen(round(time.time()))
             start = RebuildStart(tuple(marks for _, marks in opened), tuple(epoch for epoch, _ in opened))
-            extent = history.extent(keeper.shards, start.marks)
             orders = RebuildPlan(
-                work=history.assign(keeper.shards, extent, WantedNames()),
+                work=history.assign(keeper.shards, WantedNames(), start.marks),
                 start=start,
                 token=keeper.lease.token,
                 day_ms=None if day is None else NOON - NOON % DAY + day * DAY,

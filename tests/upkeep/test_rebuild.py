@@ -108,7 +108,7 @@ def test_buckets_never_go_back_and_there_are_no_more_of_them_than_there_is_room(
     starts: list[int], room: int | None, front: int | None
 ) -> None:
     before = None if front is None else Segment(0, front, 2, 1, 1, 1, 1, 0, 0)
-    buckets = Buckets(before, room, highest=(10, 1))
+    buckets = Buckets(before, room, lowest=(-3, 1), highest=(10, 1))
     newest, placed = -(10**6), []
     for start in starts:
         newest = max(newest, start)

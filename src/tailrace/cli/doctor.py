@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,8 +29,6 @@ _EXTRAS: Final = "install Tailrace with its extra 'all': pip install 'tailrace[a
 
 
 class Check(msgspec.Struct, frozen=True):
-    """Result of one check."""
-
     name: str
     ok: bool | None
     """None: a note, and nothing fails because of it."""
@@ -181,10 +180,9 @@ def _valkey(settings: Settings) -> Iterator[Check]:
     from tailrace.valkey.shards import Shards, StoreOptions, translated
 
     options = StoreOptions.of(settings.valkey)
-    shards = Shards(options)
     try:
-        shards.open()
-        with translated():
+        with closing(Shards(options)) as shards, translated():
+            shards.open()
             for node in shards.primaries():
                 yield from _server(node)
             (meta,) = shards.run_all([(0, ("HGETALL", options.keys.meta(0)))])
@@ -192,8 +190,6 @@ def _valkey(settings: Settings) -> Iterator[Check]:
         advice = "start the server (`tailrace up` has one of its own), or correct valkey.url and valkey.password"
         yield Check("valkey", False, f"{settings.valkey.url}: {error}", advice)
         return
-    finally:
-        shards.close()
     yield _layout({_text(key): _text(value) for key, value in meta.items()}, options.shards)
 
 

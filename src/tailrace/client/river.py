@@ -180,9 +180,7 @@ class River(Connection):
     async def set_windows(self, rule: str, **windows: str | int) -> FoldWindows:
         """Change windows of a rule while it runs, as they are written in the configuration; the others stay.
 
-        Args:
-            rule: its name.
-            windows: any of ``quiet``, ``max_wait``, ``max_count``, ``max_bytes`` and ``lateness``.
+        They are ``quiet``, ``max_wait``, ``max_count``, ``max_bytes`` and ``lateness``.
         """
         return (await self._post(f"/v1/folds/{as_segment(rule)}/windows", WindowsChange, windows)).windows
 

@@ -16,7 +16,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self
@@ -67,8 +67,8 @@ REFERENCE = Path(__file__).with_name("reference.toml")
 NOT_SETTINGS = frozenset({"TAILRACE_CONFIG", "TAILRACE_URL"})
 """Variables that are not settings: the path of the file, and the URL of the service for the command line."""
 
-Layer = tuple[dict[str, Any], Callable[[str], str]]
-"""Values of one layer as nested tables, and a function that names the origin of a dotted path."""
+Given = Iterator[tuple[str, str, Any, str]]
+"""Values of one layer: section, key, value and origin of each."""
 
 _JAVA_ONLY = {
     r"sasl\.jaas\.config": "sasl.username and sasl.password",
@@ -375,17 +375,12 @@ def load(file: Path | None = None, flags: Mapping[str, object] | None = None) ->
         ConfigError: with every problem, one per line: path, origin, value and what is wanted.
     """
     problems: list[str] = []
-    layers = [*_file_layer(file), _environment_layer(problems), _flag_layer(flags or {})]
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    for table, origin_of in layers:
-        for section, keys in table.items():
-            if not isinstance(keys, dict):
-                problems.append(_unknown(section, origin_of(section)))
-                continue
-            for key, value in keys.items():
-                merged.setdefault(section, {})[key] = value
-                origins[f"{section}.{key}"] = origin_of(f"{section}.{key}")
+    variables = list(_from_environment(problems))
+    for section, key, value, origin in (*_from_file(file, problems), *variables, *_from_flags(flags or {})):
+        merged.setdefault(section, {})[key] = value
+        origins[f"{section}.{key}"] = origin
     try:
         settings = Settings(**merged)
     except ValidationError as error:
@@ -400,13 +395,13 @@ def load(file: Path | None = None, flags: Mapping[str, object] | None = None) ->
     return settings
 
 
-def _file_layer(file: Path | None) -> list[Layer]:
+def _from_file(file: Path | None, problems: list[str]) -> Given:
     path = file or (Path(os.environ["TAILRACE_CONFIG"]) if os.environ.get("TAILRACE_CONFIG") else None)
     if path is None:
         here = Path.cwd()
         path = next((file for folder in (here, *here.parents) if (file := folder / FILE_NAME).is_file()), None)
         if path is None:
-            return []
+            return
     try:
         table = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
@@ -414,25 +409,27 @@ def _file_layer(file: Path | None) -> list[Layer]:
     except ValueError as error:
         raise ConfigError(f"the configuration file {path} is not TOML: {error}") from None
     origin = f"file {path.absolute()}"
-    return [(table, lambda _: origin)]
+    for section, keys in table.items():
+        if isinstance(keys, dict):
+            yield from ((section, key, value, origin) for key, value in keys.items())
+        else:
+            problems.append(_unknown(section, origin))
 
 
-def _environment_layer(problems: list[str]) -> Layer:
+def _from_environment(problems: list[str]) -> Given:
     paths = {variable(path): path for path in PATHS}
     known = {name.removeprefix(PREFIX) for name in paths.keys() | NOT_SETTINGS}
-    given: dict[str, object] = {}
     for name, text in sorted(os.environ.items()):
         if name in paths:
-            given[paths[name]] = _from_variable(paths[name], text)
+            section, _, key = paths[name].partition(".")
+            yield section, key, _from_variable(section, key, text), f"env {name}"
         elif name.startswith(PREFIX) and name not in NOT_SETTINGS:
             close = suggest(name.removeprefix(PREFIX), known).replace("mean ", f"mean {PREFIX}")
             problems.append(f"{name} (env): no setting has this variable{close}")
-    return _nested(given), lambda path: f"env {variable(path)}"
 
 
-def _from_variable(path: str, text: str) -> object:
+def _from_variable(section: str, key: str, text: str) -> object:
     """Read a variable: lists and tables are JSON, any other text stays text, so that a pattern needs no quotes."""
-    section, _, key = path.partition(".")
     kind = type(Settings.model_fields[section].default).model_fields[key].annotation
     if isinstance(kind, type) and not issubclass(kind, Table):
         return text
@@ -443,17 +440,11 @@ def _from_variable(path: str, text: str) -> object:
     return decoded if isinstance(decoded, list | dict) else text
 
 
-def _flag_layer(flags: Mapping[str, object]) -> Layer:
-    given = {path: value for path, value in flags.items() if value is not None}
-    return _nested(given), lambda path: f"flag --{path.rpartition('.')[2].replace('_', '-')}"
-
-
-def _nested(values: Mapping[str, object]) -> dict[str, Any]:
-    tables: dict[str, Any] = {}
-    for path, value in values.items():
+def _from_flags(flags: Mapping[str, object]) -> Given:
+    for path, value in flags.items():
         section, _, key = path.partition(".")
-        tables.setdefault(section, {})[key] = value
-    return tables
+        if value is not None:
+            yield section, key, value, f"flag --{key.replace('_', '-')}"
 
 
 def _problem(error: dict[str, Any], merged: dict[str, Any], origins: dict[str, str]) -> str:

@@ -226,20 +226,24 @@ class Section(BaseModel):
         return []
 
 
-def _check(noun: str, written: Callable[[N], str], least: N, most: N) -> Callable[[N], N]:
-    """Return the function that takes a value from ``least`` to ``most``, and refuses others by naming both."""
-    wanted = f"{noun} of {written(least)} to {written(most)}" if least else f"{noun} of at most {written(most)}"
+def _only(is_accepted: Callable[[V], object], wanted: str) -> Callable[[V], V]:
+    """Return the function that returns a value that passes the test, and refuses others with the text ``wanted``."""
 
-    def check(value: N) -> N:
-        if not least <= value <= most:
+    def check(value: V) -> V:
+        if not is_accepted(value):
             raise ValueError(wanted)
         return value
 
     return check
 
 
+def _between(noun: str, written: Callable[[N], str], least: N, most: N) -> Callable[[N], N]:
+    wanted = f"{noun} of {written(least)} to {written(most)}" if least else f"{noun} of at most {written(most)}"
+    return _only(lambda value: least <= value <= most, wanted)
+
+
 def _check_duration(least: str, most: str = "36500d") -> Callable[[timedelta], timedelta]:
-    return _check("a duration", format_duration, parse_duration(least), parse_duration(most))
+    return _between("a duration", format_duration, parse_duration(least), parse_duration(most))
 
 
 def durations(least: str = "0s", most: str = "36500d") -> AfterValidator:
@@ -249,7 +253,7 @@ def durations(least: str = "0s", most: str = "36500d") -> AfterValidator:
 
 def sizes(least: str = "0B", most: str = "1TiB") -> AfterValidator:
     """Narrow a size to these limits, both included."""
-    return AfterValidator(_check("a size", format_size, parse_size(least), parse_size(most)))
+    return AfterValidator(_between("a size", format_size, parse_size(least), parse_size(most)))
 
 
 class DurationOrWord:
@@ -316,30 +320,9 @@ class TopicsByUser(Table[str]):
         return cls(table)
 
 
-def _topic(text: str) -> str:
-    if not _TOPIC.fullmatch(text):
-        raise ValueError("a topic name of letters, digits, '.', '_' and '-', at most 249")
-    return text
-
-
-def _bucket(length: timedelta) -> timedelta:
-    whole = not length.microseconds and timedelta(hours=1) <= length <= timedelta(days=1)
-    if not whole or timedelta(days=1) % length:
-        raise ValueError('a length from "1h" to "1d" that divides a day evenly, such as "1h" or "6h"')
-    return length
-
-
-def value_path(text: str) -> str:
-    """Return a path in the value of an event, or raise ValueError."""
-    if not all(text.split(".")):
-        raise ValueError('a dotted path in the value, such as "account.id"')
-    return text
-
-
-def _at_least_one(paths: tuple[str, ...]) -> tuple[str, ...]:
-    if not paths:
-        raise ValueError('at least one dotted path in the value, such as ["account.id"]')
-    return paths
+def _is_bucket(length: timedelta) -> bool:
+    day = timedelta(days=1)
+    return not length.microseconds and timedelta(hours=1) <= length <= day and not day % length
 
 
 def _patterns(value: object) -> object:
@@ -350,22 +333,12 @@ def _names(value: object) -> object:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
-def _view(name: str) -> str:
-    if name not in VIEWS:
-        raise ValueError(f"a view: {', '.join(VIEWS)}")
-    return name
+def _is_name_rule(value: str | tuple[str, ...]) -> bool:
+    return value == "key" if isinstance(value, str) else bool(value) and all(value)
 
 
-def _name_rule(value: str | tuple[str, ...]) -> str | tuple[str, ...]:
-    if value == "key" or (not isinstance(value, str) and value and all(value)):
-        return value
-    raise ValueError('"key", or a list of dotted paths in the value')
-
-
-def _brokers(text: str) -> str:
-    if not all(re.fullmatch(r"\S+:\d{1,5}", server.strip()) for server in text.split(",")):
-        raise ValueError("host:port, or several with commas between")
-    return text
+def _are_brokers(text: str) -> bool:
+    return all(re.fullmatch(r"\S+:\d{1,5}", server.strip()) for server in text.split(","))
 
 
 def _kafka_properties(properties: Properties) -> Properties:
@@ -389,15 +362,12 @@ def _spark_conf(properties: Properties) -> Properties:
     return properties
 
 
-def _valkey_url(text: str) -> str:
+def _is_valkey_url(text: str) -> bool:
     try:
         parts = urlsplit(text)
-        valid = parts.scheme in ("valkey", "valkeys", "redis", "rediss") and bool(parts.hostname) and parts.port != 0
+        return parts.scheme in ("valkey", "valkeys", "redis", "rediss") and bool(parts.hostname) and parts.port != 0
     except ValueError:
-        valid = False
-    if not valid:
-        raise ValueError("valkey://host:port/database (or valkeys://, redis://, rediss://)")
-    return text
+        return False
 
 
 def without_password(url: str) -> tuple[str, str]:
@@ -414,6 +384,12 @@ def as_toml(value: object) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
+_topic = _only(_TOPIC.fullmatch, "a topic name of letters, digits, '.', '_' and '-', at most 249")
+value_path: Callable[[str], str] = _only(
+    lambda text: all(text.split(".")), 'a dotted path in the value, such as "account.id"'
+)
+"""Returns a path in the value of an event, or raises ValueError."""
+
 _as_duration = PlainSerializer(format_duration, when_used="json")
 _as_size = PlainSerializer(format_size, when_used="json")
 
@@ -428,7 +404,10 @@ Reach = Annotated[
     timedelta | None, BeforeValidator(_UNBOUNDED.read), PlainSerializer(_UNBOUNDED.write, when_used="json")
 ]
 """A distance into the past; None, written as ``""``, is without limit."""
-Bucket = Annotated[Duration, AfterValidator(_bucket)]
+Bucket = Annotated[
+    Duration,
+    AfterValidator(_only(_is_bucket, 'a length from "1h" to "1d" that divides a day evenly, such as "1h" or "6h"')),
+]
 Size = Annotated[int, BeforeValidator(parse_size), sizes("1B"), _as_size]
 SizeOrZero = Annotated[int, BeforeValidator(parse_size), sizes(), _as_size]
 Count = Annotated[int, Field(ge=1)]
@@ -441,14 +420,23 @@ Topic = Annotated[str, AfterValidator(_topic)]
 TopicOrNone = Annotated[str, AfterValidator(lambda text: text and _topic(text))]
 """A topic, or ``""``."""
 ValuePath = Annotated[str, AfterValidator(value_path)]
-Paths = Annotated[tuple[ValuePath, ...], BeforeValidator(_patterns), AfterValidator(_at_least_one)]
+Paths = Annotated[
+    tuple[ValuePath, ...],
+    BeforeValidator(_patterns),
+    AfterValidator(_only(bool, 'at least one dotted path in the value, such as ["account.id"]')),
+]
 """Dotted paths in the value, at least one; a single one may be a plain text."""
-Brokers = Annotated[str, AfterValidator(_brokers)]
+Brokers = Annotated[str, AfterValidator(_only(_are_brokers, "host:port, or several with commas between"))]
 KafkaProperties = Annotated[Properties, AfterValidator(_kafka_properties)]
 SparkConf = Annotated[Properties, AfterValidator(_spark_conf)]
-ValkeyUrl = Annotated[str, AfterValidator(_valkey_url)]
-Views = Annotated[tuple[Annotated[str, AfterValidator(_view)], ...], BeforeValidator(_names), Field(min_length=1)]
-NameRule = Annotated[str | tuple[str, ...], AfterValidator(_name_rule)]
+ValkeyUrl = Annotated[
+    str, AfterValidator(_only(_is_valkey_url, "valkey://host:port/database (or valkeys://, redis://, rediss://)"))
+]
+_View = Annotated[str, AfterValidator(_only(lambda name: name in VIEWS, f"a view: {', '.join(VIEWS)}"))]
+Views = Annotated[tuple[_View, ...], BeforeValidator(_names), Field(min_length=1)]
+NameRule = Annotated[
+    str | tuple[str, ...], AfterValidator(_only(_is_name_rule, '"key", or a list of dotted paths in the value'))
+]
 """``"key"``, or paths in the value."""
 
 

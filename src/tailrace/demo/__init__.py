@@ -305,8 +305,6 @@ REASONS = ("card declined", "insufficient funds", "expired card", "suspected fra
 
 
 class _Order:
-    """An order, and the lines of its story."""
-
     def __init__(self, random: Random, number: int) -> None:
         self._random = random
         self.order, self.account = f"o-{number}", f"acc-{1 + number % ACCOUNTS}"

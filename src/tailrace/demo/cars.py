@@ -212,8 +212,8 @@ def _conversion(name: str, unit: str, format_: str, **rule: object) -> dict[str,
     return {"name": f"{name}:CAR", "unit": unit, "format": format_, **rule}
 
 
-def _gain(by: float, over: float = 1, shift: float = 0) -> dict[str, Any]:
-    return {"coeffs": [0, by, shift, 0, 0, over]}
+def _gain(by: float, over: float = 1) -> dict[str, Any]:
+    return {"coeffs": [0, by, 0, 0, 0, over]}
 
 
 _BRAKE = {"raw": [410, 1_000, 2_000, 3_680], "calibrated": [0, 14, 48, 120], "interpolated": True}

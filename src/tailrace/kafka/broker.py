@@ -25,6 +25,7 @@ from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient, ConfigResource, OffsetSpec
 
 from tailrace.config.settings import Settings
+from tailrace.config.values import compile_pattern
 from tailrace.errors import BrokerUnavailable, ConfigError, TopicNotFound, TopicNotRead
 from tailrace.log.event import Partition
 from tailrace.query.predicate import TopicFilter
@@ -61,13 +62,13 @@ class Broker:
     def __init__(self, settings: Settings) -> None:
         with settings_checked():
             self._admin = AdminClient(client_properties(settings) | {"socket.timeout.ms": 10_000})
-        self._included = topic_pattern(settings)
+        self._is_read = topic_test(settings)
 
     def topics(self) -> dict[str, Topic]:
         """Return the topics that the pipeline reads."""
         try:
             listed = self._admin.list_topics(timeout=ANSWER_S).topics
-            names = [name for name in listed if self._included.fullmatch(name)]
+            names = [name for name in listed if self._is_read(name)]
             if not names:
                 return {}
             answers = self._admin.describe_topics(TopicCollection(names), request_timeout=ANSWER_S)
@@ -190,24 +191,13 @@ def topic_expressions(settings: Settings) -> tuple[str, str]:
     return f"(?:{wanted})", "|".join(f"(?:{pattern})" for pattern in (*own, *settings.kafka.exclude))
 
 
-class TopicPattern:
-    """Matches the names of the topics that the pipeline reads."""
-
-    def __init__(self, wanted: str, excluded: str) -> None:
-        options = re2.Options()
-        options.log_errors = False
-        try:
-            self._wanted, self._excluded = re2.compile(wanted, options), re2.compile(excluded, options)
-        except re2.error as error:
-            raise ConfigError(f"kafka.topics or kafka.exclude is no regular expression (RE2): {error}") from None
-
-    def fullmatch(self, name: str) -> bool:
-        return bool(self._wanted.fullmatch(name)) and not self._excluded.fullmatch(name)
-
-
-def topic_pattern(settings: Settings) -> TopicPattern:
-    """Return the pattern of the topics that the pipeline reads."""
-    return TopicPattern(*topic_expressions(settings))
+def topic_test(settings: Settings) -> Callable[[str], bool]:
+    """Return the test whether the pipeline reads a topic, given its name."""
+    try:
+        wanted, excluded = map(compile_pattern, topic_expressions(settings))
+    except re2.error as error:
+        raise ConfigError(f"kafka.topics or kafka.exclude is no regular expression (RE2): {error}") from None
+    return lambda name: bool(wanted.fullmatch(name)) and not excluded.fullmatch(name)
 
 
 class BrokerTopics:
@@ -217,7 +207,7 @@ class BrokerTopics:
         self._settings, self._nodes = settings, nodes
         self._broker: Broker | None = None
         self._opening = asyncio.Lock()
-        self._read = topic_pattern(settings)
+        self._is_read = topic_test(settings)
         self._next: dict[Hashable, asyncio.Task[Any]] = {}
         self._under_way: dict[Hashable, asyncio.Task[Any]] = {}
 
@@ -229,7 +219,7 @@ class BrokerTopics:
             TopicNotFound: One of the names does not exist, and ``missing`` is "fail".
         """
         for name in wanted.names:
-            if not self._read.fullmatch(name):
+            if not self._is_read(name):
                 raise TopicNotRead(name)
         existing = await self._ask("topics", lambda broker: broker.topics())
         for name in wanted.names:
@@ -293,24 +283,6 @@ class BrokerTopics:
             return await asyncio.to_thread(ask, self._broker)
         finally:
             del self._under_way[what]
-
-
-class Records:
-    """Reads ranges of offsets, in threads."""
-
-    def __init__(self, properties: Mapping[str, Any]) -> None:
-        self._consumers = Consumers(properties, "records", 1 << 10)
-
-    async def close(self) -> None:
-        await self._consumers.close()
-
-    async def read(self, partition: Partition, first: int, last: int) -> RecordStretch:
-        """Return the records from one offset to another, both included, or the first ones of them.
-
-        Raises:
-            BrokerUnavailable: Kafka does not answer.
-        """
-        return await self._consumers.run(lambda consumer: _read_range(consumer, partition, first, last))
 
 
 class RecordStretch(msgspec.Struct, frozen=True):
@@ -377,11 +349,7 @@ class Consumers:
             await asyncio.to_thread(consumer.close)
 
     async def run(self, work: Callable[[Consumer], T]) -> T:
-        """Run ``work`` with a consumer, in a thread.
-
-        Raises:
-            BrokerUnavailable: Kafka does not answer.
-        """
+        """Run ``work`` with a consumer, in a thread; BrokerUnavailable if Kafka does not answer."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(READERS, self._purpose)
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._run, work)
@@ -398,3 +366,14 @@ class Consumers:
         finally:
             consumer.unassign()  # otherwise it continues to fetch
             self._idle.append(consumer)
+
+
+class Records(Consumers):
+    """Reads ranges of offsets, in threads."""
+
+    def __init__(self, properties: Mapping[str, Any]) -> None:
+        super().__init__(properties, "records", 1 << 10)
+
+    async def read(self, partition: Partition, first: int, last: int) -> RecordStretch:
+        """Return the records from one offset to another, both included, or the first ones of them."""
+        return await self.run(lambda consumer: _read_range(consumer, partition, first, last))

@@ -103,6 +103,11 @@ class Cursor(msgspec.Struct, frozen=True):
         count = "" if self.sent is None else str(self.sent)
         return f"~{count}" if self.since_ms is None else f"~{count}@{self.since_ms}"
 
+    def last_seen(self, at: int) -> Position:
+        """Return the position after the last event seen of one of the logs."""
+        ahead = self.ahead[at] if self.ahead else ()
+        return Position(self.positions[at].epoch, ahead[-1][1]) if ahead else self.positions[at]
+
     @classmethod
     def parse(cls, text: str, names: int) -> Cursor:
         """Read a cursor of a feed over ``names`` logs, or raise CursorError."""

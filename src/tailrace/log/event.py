@@ -61,7 +61,7 @@ class Partition(msgspec.Struct, frozen=True):
 
 def home_of(partition: Partition, shards: int) -> int:
     """Return the shard that keeps a partition's data that has no name: dead letters, skips, counts, matched records."""
-    return crc32(str(partition).encode()) % shards
+    return shard_of(str(partition), shards)
 
 
 def event_id(partition: Partition, offset: int) -> str:
@@ -123,8 +123,6 @@ def name_of_key(key: bytes | None) -> str:
 
 def join_name(elements: list[str]) -> str:
     """Join key elements to a name, or raise Unnameable. Distinct lists give distinct names."""
-    if not elements:
-        raise Unnameable("empty-key")
     name = "/".join(map(_escape, elements))
     if not name:
         raise Unnameable("empty-key")
@@ -222,18 +220,10 @@ def headers_json(headers: Headers | None) -> bytes:
     """Return headers as a JSON object; a repeated name becomes a list, bytes not UTF-8 ``{"base64": …}``."""
     if not headers:
         return b"{}"
-    shown: dict[str, object] = {}
-    repeated: set[str] = set()
+    shown: dict[str, list[object]] = {}
     for name, value in headers:
-        text = _header_value(value)
-        if name not in shown:
-            shown[name] = text
-        elif name in repeated:
-            shown[name].append(text)  # type: ignore[attr-defined]
-        else:
-            shown[name] = [shown[name], text]
-            repeated.add(name)
-    return _encode(shown)
+        shown.setdefault(name, []).append(_header_value(value))
+    return _encode({name: values if len(values) > 1 else values[0] for name, values in shown.items()})
 
 
 def _header_value(value: bytes | None) -> object:

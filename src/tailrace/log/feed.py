@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from heapq import heapify, heappop, heapreplace
 
 import msgspec
@@ -110,7 +110,7 @@ class LogFeed:
                 self._lines.append(line)
                 if request.until is not None:
                     log = await self._logs.log(name)
-                    line.until = key_of(log, self._last_of(request.until, line.at))
+                    line.until = key_of(log, request.until.last_seen(line.at))
                     line.done = key_of(log, start) >= line.until
             await self._fill()
             if request.on_gap == "fail":
@@ -124,16 +124,10 @@ class LogFeed:
     def _line(self, reader: LogReader, end: Position, at: int) -> MergeLine:
         return MergeLine(reader, end, at)
 
-    def _last_of(self, until: Cursor, at: int) -> Position:
-        """Return the last position of a log that a cursor has seen."""
-        ahead = until.ahead[at] if until.ahead else ()
-        return Position(until.positions[at].epoch, ahead[-1][1]) if ahead else until.positions[at]
-
     def __aiter__(self) -> AsyncIterator[list[AnyFrame]]:
         return self._batches()
 
     async def aclose(self) -> None:
-        """Stop following."""
         self._ended = True
         await self._stack.aclose()
 
@@ -152,14 +146,9 @@ class LogFeed:
 
     async def _wait(self) -> None:
         until = self._request.until_ms
-        if until is None:
-            await self._wake.wait()
-            return
-        left = max(0.05, (until + UNTIL_GRACE_MS - self._clock()) / 1000)
-        try:
+        left = None if until is None else max(0.05, (until + UNTIL_GRACE_MS - self._clock()) / 1000)
+        with suppress(TimeoutError):
             await asyncio.wait_for(self._wake.wait(), left)
-        except TimeoutError:
-            return
 
     async def _fill(self) -> None:
         """Read the logs that have no event ahead, so that the merge can compare all of them."""
@@ -212,10 +201,8 @@ class LogFeed:
                 continue
             line.position = item.position
             line.done = line.until is not None and (item.index, item.position.number) >= line.until
-            if item.data is None:
-                moved = True
-            else:
-                moved = False
+            moved = item.data is None
+            if item.data is not None:
                 self._sent += 1
                 frames.append(EventFrame(self.cursor, item.data))
                 size += len(item.data)
@@ -358,10 +345,8 @@ class LogReader:
             # The live end announces the next event; entries that it may still hold are gone.
             self._index = max(self._index or 0, self._live_end.head[0])
         for at, segment in enumerate(log.segments[place.at :], place.at + 1):
-            if segment.epoch != self.position.epoch or segment.first > self.position.number:
-                after = segment.first - 1
-            else:
-                after = self.position.number
+            is_inside = segment.epoch == self.position.epoch and segment.first <= self.position.number
+            after = self.position.number if is_inside else segment.first - 1
             entries = await self._logs.read(self.name, segment, after, self._count)
             if entries:
                 mean = sum(entry.size for entry in entries) // len(entries) + 1

@@ -15,7 +15,6 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
-from types import TracebackType
 
 import msgspec
 
@@ -54,9 +53,7 @@ class Hub:
         self._tasks.append(asyncio.create_task(self._refresh(), name="refresh"))
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -223,14 +220,11 @@ class LiveEnd:
             self.base = oldest.key
 
     def wake(self) -> None:
-        """Wake all readers of the log."""
         for waiter in self.waiters:
             waiter.set()
 
 
 class SegmentEntry(msgspec.Struct, frozen=True, gc=False):
-    """An entry with its segment."""
-
     segment: Segment
     entry: NumberedRun
 

@@ -250,7 +250,5 @@ def _narrow(keys: list[bytes | None]) -> list[bytes | None]:
 
 
 def _size(run: Run) -> int:
-    size = sum(map(len, run.values)) + 16 * len(run.values)
-    if run.headers is None:
-        return size
-    return size + sum(len(name) + len(value or b"") for each in run.headers for name, value in each)
+    headers = sum(len(name) + len(value or b"") for each in run.headers or () for name, value in each)
+    return sum(map(len, run.values)) + 16 * len(run.values) + headers

@@ -29,6 +29,7 @@ MAX_RAW_BYTES = 64 << 20
 """Largest run after decompression; the codec's header says the size, so a larger one is refused before."""
 _RAW, _ZSTD = b"\x00", b"\x01"
 _encode_json = msgspec.json.Encoder().encode
+_source_json = lru_cache(10_000)(_encode_json)
 
 
 class TagFields(NamedTuple):
@@ -219,11 +220,6 @@ def _tags_json(tag: str, tags: tuple[str, ...]) -> bytes:
     return b'"tag":%b,"tags":%b,"source":' % (_encode_json(tag), _encode_json(tags))
 
 
-@lru_cache(10_000)
-def _source_json(source: str) -> bytes:
-    return _encode_json(source)
-
-
 @lru_cache(4096)
 def _head(partition: Partition) -> str:
     topic, number = partition.topic, partition.partition
@@ -265,7 +261,6 @@ _codec = _Codec()
 
 
 def encode(run: Run) -> bytes:
-    """Return the stored form of a run."""
     body = _encoder.encode(run)
     if len(body) < COMPRESS_FROM:
         return _RAW + body
@@ -278,7 +273,6 @@ def raw_size(stored: bytes) -> int:
 
 
 def decode(stored: bytes) -> Run:
-    """Read a stored run."""
     codec, body = stored[:1], stored[1:]
     if codec == _ZSTD:
         if zstandard.frame_content_size(body) > MAX_RAW_BYTES:

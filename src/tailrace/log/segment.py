@@ -153,7 +153,6 @@ _BEFORE = (-1 << 62, 0)
 
 
 def key_of(log: Log, position: Position) -> OrderKey:
-    """Return the order key of a position."""
     if position == Position.START or not log.segments:
         return _BEFORE
     target = locate(log, position)

@@ -54,7 +54,6 @@ class Logs:
         self._piece_runs = piece_runs
 
     def shard_of(self, name: str) -> int:
-        """Return the shard of a log."""
         return shard_of(name, self._count)
 
     async def log(self, name: str) -> Log:
@@ -152,7 +151,6 @@ class LogRegistry:
         return [log for name in names for log in self._page(shard_of(name, self._shards.options.shards), [name])]
 
     def count(self) -> int:
-        """Return the number of logs."""
         commands: list[Command] = [
             (s, ("ZCARD", self._keys.names(s, self.view))) for s in range(self._shards.options.shards)
         ]
@@ -177,8 +175,6 @@ class LogRegistry:
 
 
 class NamedLog(msgspec.Struct, frozen=True):
-    """A log with its name and shard."""
-
     shard: int
     name: str
     log: Log
@@ -202,7 +198,6 @@ class Staging:
         self._call(calls)
 
     def read_staged(self, pieces: Sequence[PackedPiece]) -> list[list[NumberedRun]]:
-        """Read staged pieces back from the store."""
         commands: list[Command] = [
             (self._shard(p.name), ("XRANGE", self._key(p.name, p.index), p.id, p.id)) for p in pieces
         ]
@@ -236,10 +231,7 @@ class Staging:
         """
         shards = range(self._shards.options.shards)
         answers = self._call([(shard, "reopen", (self.token, self.view, now_s)) for shard in shards])
-        return [
-            (int(epoch), {Partition.parse(field.decode()): int(mark) for field, mark in mapping(marks).items()})
-            for _, epoch, marks in answers
-        ]
+        return [(int(epoch), parse_marks(marks)) for _, epoch, marks in answers]
 
     def replace(self, name: str, old: Sequence[Segment], new: Sequence[NewSegment], remember_ms: int) -> str:
         """Replace old segments by staged ones, in order; return ``ok``, moved or unstaged.
@@ -402,7 +394,7 @@ def _within_read(answer: Any, after: int) -> list[NumberedRun]:
     entries: list[NumberedRun] = []
     size = 0
     for item in answer:
-        packed = item[1][b"r"][:1] == CODEC if isinstance(item[1], dict) else item[1][1][:1] == CODEC
+        packed = mapping(item[1])[b"r"][:1] == CODEC
         if packed and size >= PACKED_BYTES:
             break
         for entry in read_entries(*item):

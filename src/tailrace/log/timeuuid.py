@@ -41,7 +41,6 @@ def last_of(ms: int) -> UUID:
 
 
 def ms_of(timeuuid: UUID) -> int:
-    """Return the millisecond of a timeuuid."""
     return (_ticks(timeuuid) - _GREGORIAN) // _TICKS_PER_MS
 
 

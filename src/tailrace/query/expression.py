@@ -11,7 +11,7 @@ expression that fails for every document is refused when it is compiled.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from decimal import ROUND_DOWN, ROUND_HALF_EVEN, Context, Decimal
 from typing import Any, NoReturn, TypeAlias
 
@@ -76,11 +76,7 @@ class Expression(msgspec.Struct, frozen=True):
 
 
 def compile_expression(source: Any, count: Callable[[], None]) -> Expression:
-    """Compile an expression; call ``count`` for each of its parts.
-
-    Raises:
-        QueryError: The expression is refused.
-    """
+    """Compile an expression and call ``count`` for each of its parts; QueryError if it is refused."""
     count()
     if isinstance(source, str) and source.startswith("$"):
         return _path(source)
@@ -197,17 +193,8 @@ def _numeric(compute: Callable[..., Any]) -> Make:
     return make
 
 
-def _all(operands: list[Evaluate]) -> Evaluate:
-    return lambda scope: all(_true(value(scope)) for value in operands)
-
-
-def _any(operands: list[Evaluate]) -> Evaluate:
-    return lambda scope: any(_true(value(scope)) for value in operands)
-
-
-def _not(operands: list[Evaluate]) -> Evaluate:
-    [value] = operands
-    return lambda scope: not _true(value(scope))
+def _logic(holds: Callable[[Iterable[bool]], bool]) -> Make:
+    return lambda operands: lambda scope: holds(_true(value(scope)) for value in operands)
 
 
 def _number(value: Any) -> Number:
@@ -340,9 +327,9 @@ OPERATORS: dict[str, tuple[int, int, Make]] = {
     "$gte": (2, 2, _comparison(lambda sign: sign >= 0)),
     "$lt": (2, 2, _comparison(lambda sign: sign < 0)),
     "$lte": (2, 2, _comparison(lambda sign: sign <= 0)),
-    "$and": (0, ANY_NUMBER, _all),
-    "$or": (0, ANY_NUMBER, _any),
-    "$not": (1, 1, _not),
+    "$and": (0, ANY_NUMBER, _logic(all)),
+    "$or": (0, ANY_NUMBER, _logic(any)),
+    "$not": (1, 1, _logic(lambda values: not any(values))),
     "$abs": (1, 1, _strict(_absolute)),
     "$add": (0, ANY_NUMBER, _folding(lambda left, right: left + right, 0)),
     "$ceil": (1, 1, _strict(_to_whole(math.ceil))),

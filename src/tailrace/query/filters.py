@@ -45,7 +45,6 @@ class _StandingQuery:
         self._listed: tuple[int, ...] | None = None
 
     def listed(self) -> tuple[int, ...]:
-        """Return a snapshot of the numbers."""
         if self._listed is None:
             self._listed = tuple(self.numbers)
         return self._listed
@@ -152,13 +151,10 @@ class _Index:
     def find(self, document: dict[str, Any], context: dict[str, Any], found: _Found) -> None:
         """Add the queries that a document and its record's fields (``context``) may match."""
         found.update(self._always)
-        for head in self._of_value.keys() & document.keys():
-            for at in self._of_value[head].values():
-                at.find(document, document, context, found)
-        if context and self._of_record:
-            for head in self._of_record.keys() & context.keys():
-                for at in self._of_record[head].values():
-                    at.find(context, document, context, found)
+        for within, heads in ((document, self._of_value), (context, self._of_record)):
+            for head in heads.keys() & within.keys():
+                for at in heads[head].values():
+                    at.find(within, document, context, found)
 
     def _heads(self, path: Path) -> dict[str, dict[Path, _PathIndex]]:
         return self._of_record if path.of_record else self._of_value
@@ -181,8 +177,6 @@ def _share(need: Need) -> float:
 
 
 class _PathIndex:
-    """The needs at one path."""
-
     def __init__(self, path: Path, met: frozenset[Need]) -> None:
         self._path, self._met = path, met
         self.values: dict[Hashable, _Found | _Index] = {}
@@ -367,11 +361,7 @@ _MAX_TEXTS = 8
 
 
 class ValueFilter:
-    """A query that tests encoded values.
-
-    Raises:
-        QueryError: The query is refused.
-    """
+    """A query that tests encoded values; QueryError if it is refused."""
 
     __slots__ = ("_matches", "_read", "_texts", "asks_record")
 
@@ -386,11 +376,7 @@ class ValueFilter:
         """True if the query tests the record's metadata; if not, ``matches`` needs no record."""
 
     def matches(self, value: bytes, record: Record | None = None) -> bool:
-        """Return whether a value matches; a value that cannot be decoded does not.
-
-        Raises:
-            RecursionError: The value is nested too deeply to be decoded.
-        """
+        """Return whether a value matches; one that is no JSON does not. RecursionError if it is nested too deeply."""
         if self._texts and b"\\" not in value:
             for alternatives in self._texts:
                 for text in alternatives:

@@ -78,11 +78,7 @@ UNLIMITED = QueryLimits(*[1 << 30] * len(QueryLimits.__struct_fields__))
 
 
 def check_size(query: Any, limits: QueryLimits) -> dict[str, Any]:
-    """Return a copy of a query in plain JSON values.
-
-    Raises:
-        QueryError: The query is no JSON document, or too large.
-    """
+    """Return a copy of a query in plain JSON values; QueryError if it is no JSON document, or too large."""
     if not isinstance(query, dict):
         raise QueryError(f'a query is a document, as in {{}} or {{"field": 1}}, not {describe(query)}')
     _check_shape(query, limits)
@@ -333,7 +329,8 @@ class Parser:
             self._refuse(operator, path, "needs a list of two numbers: divisor and remainder")
         whole: list[int] = []
         for number in operand:
-            if not _is_number(number) or not -(2**63) <= number < 2**63:  # NaN is not
+            is_number = isinstance(number, int | float) and not isinstance(number, bool)
+            if not is_number or not -(2**63) <= number < 2**63:  # NaN is not
                 self._refuse(operator, path, f"needs finite numbers of 64 bits, not {_shown(number)}")
             whole.append(int(number))
         if not whole[0]:
@@ -422,10 +419,6 @@ def _short(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]}…"
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _is_whole(value: Any) -> bool:
     return value.is_integer() if isinstance(value, float) else isinstance(value, int) and not isinstance(value, bool)
 
@@ -480,17 +473,15 @@ class Query:
 
     def explain(self, document: Any, record: Record | Any = None) -> Explanation:
         """Return which parts of the query, as written, match a document, and the elements at their paths."""
-
-        def find(text: str) -> list[Any]:
-            path = Path(text, self.mongo == 9)
+        parts = [compile_query(part, UNLIMITED, self.mongo) for part in _conditions(self.source)]
+        found: list[Any] = []
+        if len(self.source) == 1 and not parts and _is_path(name := next(iter(self.source))):
+            path = Path(name, self.mongo == 9)
             within = record_fields(record) if path.of_record else document
-            found = path.elements(within, expand=False) if within.__class__ is dict else []
-            return [value for value in found if value is not MISSING]
-
-        def matches(part: dict[str, Any]) -> bool:
-            return compile_query(part, UNLIMITED, self.mongo).matches(document, record)
-
-        return _explain(self.source, matches, find)
+            elements = path.elements(within, expand=False) if within.__class__ is dict else []
+            found = [value for value in elements if value is not MISSING][:MAX_HITS]
+        inner = [part.explain(document, record) for part in parts]
+        return Explanation(self.source, self.matches(document, record), found, inner)
 
     @property
     def canonical(self) -> dict[str, Any]:
@@ -528,15 +519,9 @@ class Query:
 
 
 def compile_query(source: Any, limits: QueryLimits = DEFAULT_LIMITS, mongo: int = 8) -> Query:
-    """Compile a query.
+    """Compile a copy of a query, given as decoded JSON; QueryError names the operator and the path that are refused.
 
-    Args:
-        source: The query as decoded JSON; it is copied.
-        limits: Limits of its size.
-        mongo: The MongoDB version, 8 or 9, whose rule applies to null at the end of a path through an array.
-
-    Raises:
-        QueryError: The query is refused; the message names the operator and the path.
+    ``mongo`` is the MongoDB version, 8 or 9, whose rule applies to null at the end of a path through an array.
     """
     if mongo.__class__ is not int or mongo not in (8, 9):
         raise ValueError(f"mongo is 8 or 9, not {mongo!r}")
@@ -551,23 +536,13 @@ MAX_HITS = 10
 """Elements at a path that an explanation shows."""
 
 
-def _explain(
-    source: dict[str, Any], matches: Callable[[dict[str, Any]], bool], find: Callable[[str], list[Any]]
-) -> Explanation:
-    """Explain a query: ``matches`` tests a part of it, ``find`` returns the elements at a path."""
-    inner = [_explain(part, matches, find) for part in _conditions(source)]
-    path = next(iter(source)) if len(source) == 1 and not inner else "$and"
-    found = find(path)[:MAX_HITS] if _is_path(path) else []
-    return Explanation(source, matches(source), found, inner)
-
-
 def _conditions(part: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the conditions of a part; none if it is a single condition."""
     if len(part) > 1:
         yield from ({name: operand} for name, operand in part.items() if name != "$comment")
         return
     for name, operand in part.items():
-        if name in ("$and", "$or", "$nor"):
+        if name in _LOGICAL:
             yield from operand
         elif _is_path(name) and has_operators(operand) and len(operand.keys() - {"$options"}) > 1:
             for operator, value in operand.items():
@@ -584,4 +559,4 @@ def _conditions(part: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _is_path(name: str) -> bool:
-    return name not in ("$and", "$or", "$nor", "$expr", "$comment")
+    return name not in (*_LOGICAL, "$expr", "$comment")

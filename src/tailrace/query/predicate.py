@@ -11,6 +11,7 @@ text unless option ``m`` is given, not before a final line break; and a few clas
 from __future__ import annotations
 
 import math
+import operator
 import re
 from abc import abstractmethod
 from collections.abc import Callable
@@ -108,6 +109,14 @@ class Equal(Predicate, frozen=True):
         return lambda elements: any(map(one, elements))
 
 
+_ORDERS: dict[str, Callable[[Any, Any], bool]] = {
+    "$gt": operator.gt,
+    "$gte": operator.ge,
+    "$lt": operator.lt,
+    "$lte": operator.le,
+}
+
+
 class Ordered(Predicate, frozen=True):
     """``$gt $gte $lt $lte``: the order of values of one kind; values of other kinds do not match."""
 
@@ -138,18 +147,11 @@ class Ordered(Predicate, frozen=True):
             return (lambda value: value is None or value is MISSING) if inclusive else (lambda value: False)
         if of == NUMBER and wanted != wanted:
             return (lambda value: value != value) if inclusive else (lambda value: False)
+        holds = _ORDERS[self.operator]
         if self.scalar:
-            return _SIMPLE[self.operator](wanted, frozenset(shape for shape, number in KINDS.items() if number == of))
-        signs = {"$gt": (1,), "$gte": (1, 0), "$lt": (-1,), "$lte": (-1, 0)}[self.operator]
-        return lambda value: kind(value) == of and compare(value, wanted) in signs
-
-
-_SIMPLE: dict[str, Callable[[Any, frozenset[type]], ElementTest]] = {
-    "$gt": lambda wanted, shapes: lambda value: value.__class__ in shapes and value > wanted,
-    "$gte": lambda wanted, shapes: lambda value: value.__class__ in shapes and value >= wanted,
-    "$lt": lambda wanted, shapes: lambda value: value.__class__ in shapes and value < wanted,
-    "$lte": lambda wanted, shapes: lambda value: value.__class__ in shapes and value <= wanted,
-}
+            shapes = frozenset(shape for shape, number in KINDS.items() if number == of)
+            return lambda value: value.__class__ in shapes and holds(value, wanted)
+        return lambda value: kind(value) == of and holds(compare(value, wanted), 0)
 
 
 class In(Predicate, frozen=True):
@@ -225,7 +227,13 @@ class Regex(Predicate, frozen=True):
         return {"$regex": self.pattern, "$options": self.options} if self.options else {"$regex": self.pattern}
 
     def one(self) -> ElementTest:
-        return searcher(self.pattern, self.options)
+        search = compile_regex(self.pattern, self.options).search
+        wanted = literal(self.pattern, self.options)
+        if wanted is None:
+            return lambda value: value.__class__ is str and search(_bytes(value)) is not None
+        if wanted == self.pattern:
+            return lambda value: value.__class__ is str and wanted in value
+        return lambda value: value.__class__ is str and wanted in value and search(_bytes(value)) is not None
 
 
 class Mod(Predicate, frozen=True):
@@ -306,9 +314,9 @@ class TopicFilter:
     def __init__(self, topics: str | tuple[str, ...], within: str = "") -> None:
         self.names = () if isinstance(topics, str) else topics
         """The names that were given; none for a regular expression."""
-        self._names = frozenset(topics) if not isinstance(topics, str) else None
-        patterns = [topics] if isinstance(topics, str) else []
-        self._patterns = [compile_regex(pattern, "s") for pattern in (*patterns, within) if pattern]
+        patterns = (topics, within) if isinstance(topics, str) else (within,)
+        self._names = None if isinstance(topics, str) else frozenset(topics)
+        self._patterns = [compile_regex(pattern, "s") for pattern in patterns if pattern]
 
     def __contains__(self, topic: str) -> bool:
         if self._names is not None and topic not in self._names:
@@ -317,11 +325,7 @@ class TopicFilter:
 
 
 def compile_regex(pattern: str, options: str) -> Any:
-    """Compile a pattern with RE2.
-
-    Raises:
-        QueryError: RE2 refuses the pattern.
-    """
+    """Compile a pattern with RE2; QueryError if RE2 refuses it."""
     settings = re2.Options()
     settings.log_errors = False  # users' patterns do not belong in the log
     settings.never_capture = True
@@ -333,20 +337,7 @@ def compile_regex(pattern: str, options: str) -> Any:
     except UnicodeEncodeError:
         raise QueryError("cannot be encoded (a lone surrogate)") from None
     except re2.error as error:
-        reason = error.args[0] if error.args else "not understood"
-        reason = reason.decode(errors="replace") if isinstance(reason, bytes) else str(reason)
-        raise QueryError(f"is not a regular expression of RE2: {reason}") from None
-
-
-def searcher(pattern: str, options: str) -> ElementTest:
-    """Return the test whether an element is a string that contains a match of the pattern."""
-    search = compile_regex(pattern, options).search
-    wanted = literal(pattern, options)
-    if wanted is None:
-        return lambda value: value.__class__ is str and search(_bytes(value)) is not None
-    if wanted == pattern:
-        return lambda value: value.__class__ is str and wanted in value
-    return lambda value: value.__class__ is str and wanted in value and search(_bytes(value)) is not None
+        raise QueryError(f"is not a regular expression of RE2: {error.args[0].decode(errors='replace')}") from None
 
 
 def _bytes(text: str) -> bytes:

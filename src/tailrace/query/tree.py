@@ -26,8 +26,6 @@ CheckFactory: TypeAlias = Callable[["Node"], Check]
 
 
 class Node(msgspec.Struct, frozen=True):
-    """A part of a query."""
-
     key: str
 
     @property

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -51,8 +52,6 @@ _decode_finding = msgspec.json.Decoder(Finding).decode
 
 
 class Audit(msgspec.Struct, frozen=True):
-    """The result of an audit."""
-
     view: str
     names: int = 0
     days: int = 0
@@ -94,7 +93,6 @@ class Auditing:
         pattern: Only names that match.
         keys: Also look through all keys for some that nobody owns.
         spark: A session; one is started, and ended, without it.
-        stopped: True if the run is to end at the next opportunity.
 
     Raises:
         BadRequest: The view has no copy of Kafka's records, or an option makes no sense for it.
@@ -191,8 +189,7 @@ class Auditor:
         self, shards: Shards, wanted: WantedNames, most: int | None
     ) -> tuple[list[Finding], Counter[str], Assignment]:
         """Run the job; return findings, at most so many of each task, and what all tasks counted."""
-        job = partial(self._job, most)
-        rows, work = self._history.run(shards, wanted, job, stopped=self._stopped)
+        rows, work = self._history.run(shards, wanted, partial(self._job, most), stopped=self._stopped)
         totals: Counter[str] = Counter()
         for row in rows:
             if row.kind == TOTALS:
@@ -248,8 +245,7 @@ def _kafka_sums(work: Assignment, slices: Iterable[Slice]) -> Iterator[tuple[obj
 def _view_sums(work: Assignment, mine: Sequence[int], parts: int, now_ms: int) -> Iterator[tuple[object, ...]]:
     """Yield the negative sums of the view's events, and the findings of its logs, for some parts of the view."""
     names = days = events = repeats = 0
-    shards = work.open()
-    try:
+    with closing(work.open()) as shards:
         for part in mine:
             for examined in work.copy.examine(work, shards, part, parts, now_ms):
                 names, days, repeats = names + 1, days + examined.days, repeats + examined.repeats
@@ -258,8 +254,6 @@ def _view_sums(work: Assignment, mine: Sequence[int], parts: int, now_ms: int) -
                     yield examined.name, partition, day, 0, n, -low, -high, ""
                 for finding in examined.findings:
                     yield finding.name, "", 0, 0, 0, 0, 0, msgspec.json.encode(finding).decode()
-    finally:
-        shards.close()
     yield TOTALS, "", 0, names, events, days, repeats, "totals"
 
 
@@ -267,11 +261,10 @@ def _judge(
     work: Assignment, now_ms: int, most: int | None, batches: Iterable[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
     """Turn sums that do not cancel out into findings, except for events that the view has dropped on purpose."""
-    shards = work.open()
     totals = {"names": 0, "days": 0, "events": 0, "repeats": 0, "expired": 0, "findings": 0}
     left = most if most is not None else 1 << 62
     unlisted: set[tuple[str, ...]] = set()
-    try:
+    with closing(work.open()) as shards:
         for batch in batches:
             findings: list[Finding] = []
             differing: list[Mapping[str, Any]] = []
@@ -295,8 +288,6 @@ def _judge(
             totals["findings"] += len(findings)
             reported, left = findings[:left], max(0, left - len(findings))
             yield arrow_batch(JUDGED, (msgspec.structs.astuple(finding) for finding in reported))
-    finally:
-        shards.close()
     yield arrow_batch(JUDGED, [(TOTALS, "", "", "", 0, 0, msgspec.json.encode(totals).decode())])
 
 

@@ -52,8 +52,6 @@ NO_ROOM, DIFFERS = "no-room", "differs"
 
 
 class ViewCopy(ABC):
-    """A view's copy of Kafka's records."""
-
     refused: ClassVar[Mapping[str, str]] = {}
     """Options of audits and rebuilds (``keys``, ``day``, ``source``) that make no sense here, and why."""
     outcome: ClassVar[type[Restored]]
@@ -313,11 +311,7 @@ def difference(sums: Mapping[str, Any], *, missing: str = "Kafka has more", extr
 
 
 class History:
-    """Kafka's past of one view.
-
-    Args:
-        brought_back: A source of events that counts although it was erased.
-    """
+    """Kafka's past of one view; the events of the source ``brought_back`` count although it was erased."""
 
     def __init__(self, settings: Settings, spark: Any, copy: ViewCopy, brought_back: str | None = None) -> None:
         self._settings, self._spark, self._copy, self._brought_back = settings, spark, copy, brought_back
@@ -331,26 +325,21 @@ class History:
         marks: Sequence[Mapping[Partition, int]] | None = None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> tuple[list[Any], Assignment]:
-        """Run a Spark job over the history; again if Kafka drops records that it was about to read.
+        """Run a Spark job over the history, as ``collect_past`` does.
 
         Args:
             job: Returns the data frame of the job, given its tasks' input and Kafka's records.
             marks: Where the history ends, for each shard; None = at the marks of this moment.
-
-        Raises:
-            PipelineError: Spark failed, or the job was stopped.
         """
-
-        def begin() -> Assignment:
-            return self.assign(shards, self.extent(shards, marks), wanted)
 
         def frame(work: Assignment) -> Any:
             ranges = {str(partition): (first, last + 1) for partition, (first, last) in work.extent.ranges.items()}
             return job(work, partial(map_records, self._settings, self._spark, ranges))
 
+        begin = partial(self.assign, shards, wanted, marks)
         return collect_past(self._spark, begin, frame, self._has_moved, stopped)
 
-    def extent(self, shards: Shards, marks: Sequence[Mapping[Partition, int]] | None = None) -> Extent:
+    def _extent(self, shards: Shards, marks: Sequence[Mapping[Partition, int]] | None) -> Extent:
         """Return the records to read, up to these marks or up to those of this moment.
 
         The marks are read before Kafka's bounds: a record that was applied by then was in Kafka.
@@ -377,8 +366,11 @@ class History:
         )
         return Extent(ranges, by_shard, {topic.name: topic for topic in wanted}, left_out)
 
-    def assign(self, shards: Shards, extent: Extent, wanted: WantedNames) -> Assignment:
-        """Return the input of the tasks of a job."""
+    def assign(
+        self, shards: Shards, wanted: WantedNames, marks: Sequence[Mapping[Partition, int]] | None = None
+    ) -> Assignment:
+        """Return the input of the tasks of a job, up to these marks or up to those of this moment."""
+        extent = self._extent(shards, marks)
         plan = make_plan(self._settings, shards, [self._copy.plan], 0)
         erased = {
             name: {source: each for source, each in sources.items() if source != self._brought_back}
@@ -407,13 +399,8 @@ def collect_past(
 ) -> tuple[list[Any], T]:
     """Run a job over Kafka's past, again if Kafka drops records that it was about to read.
 
-    Args:
-        begin: Returns what there is to read now.
-        job: Returns the data frame of the job, given that.
-        has_moved: True if Kafka no longer has all of it.
-
-    Raises:
-        PipelineError: Spark failed, or the job was stopped.
+    ``begin`` returns what there is to read now, ``job`` the data frame of the job over that, and ``has_moved`` whether
+    Kafka no longer has all of it. PipelineError: Spark failed, or the job was stopped.
     """
     for attempt in range(ATTEMPTS):
         past = begin()
@@ -435,11 +422,9 @@ def map_records(
     *,
     cut: bool = True,
 ) -> Any:
-    """Return the data frame of what tasks make of Kafka's records.
+    """Return the data frame of what tasks make of Kafka's records; if ``cut``, several tasks may read a partition.
 
-    Args:
-        ranges: Of each partition, by its label, the first offset and the one behind the last.
-        cut: True if several tasks may read a partition.
+    ``ranges`` has of each partition, by its label, the first offset and the one behind the last.
     """
     limits = RecordLimits(settings.pipeline.max_event_bytes, settings.pipeline.max_depth)
     reader = RangeReader(client_properties(settings))

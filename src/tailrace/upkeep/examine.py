@@ -23,14 +23,13 @@ from tailrace.errors import StoreError
 from tailrace.log.event import Headers, Partition, shard_of
 from tailrace.log.run import NumberedRun, Run, TagColumns, TagFields
 from tailrace.log.segment import DAY_MS, Log, Segment, day_text
-from tailrace.log.store import LogRegistry, read_entries, read_log, read_row
+from tailrace.log.store import read_entries, read_log, read_row
 from tailrace.valkey.shards import Command, Shards, mapping, translated
 
 Bounds: TypeAlias = Mapping[Partition, tuple[int, int]]
 """Of each partition, the first offset that Kafka has and the last one that a shard has applied."""
 MOST_ODD = 20
 """Sources whose numbers are reported one by one, for each segment."""
-PAGE = 1000
 READ_BYTES = 1 << 20
 SMALL_BYTES, SMALL_LOGS = 64 << 10, 200
 """Logs below so many stored bytes are read together, up to so many logs or ``READ_BYTES`` in one round trip."""
@@ -97,8 +96,7 @@ def fingerprint(
 ) -> tuple[int, int]:
     """Return the two halves of an event's fingerprint, each below 2^31, so that 2^32 of them add up below 2^63.
 
-    Args:
-        numbered: True if the number in the tag fields counts too.
+    If ``numbered``, the number in the tag fields counts too.
     """
     more: tuple[object, ...] = ()
     if fields is not None:
@@ -127,21 +125,14 @@ class Tally(Generic[K]):
 def prints(
     run: Run, first: int = -1, last: int | None = None, *, numbered: bool = False, erased: Erasures | None = None
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Yield offset, time and fingerprint of a run's events between two offsets, both included.
-
-    Args:
-        numbered: True if the numbers in tag fields count too.
-        erased: Events to leave out.
-    """
+    """Yield offset, time and fingerprint of a run's events between two offsets, both included, without the erased."""
     label, keys, headers, offsets, times = str(run.partition), run.keys, run.headers, run.offsets, run.times
     every_key = keys * len(run) if len(keys) == 1 else keys
     heads: Sequence[Headers | None] = [None] * len(run) if headers is None else headers
-    rows: Sequence[TagFields | None] = (
-        [None] * len(run) if run.tag_columns is None else run.tag_columns.rows(offsets, times)
-    )
-    for offset, time_ms, key, head, value, fields in zip(
-        offsets, times, every_key, heads, run.values, rows, strict=True
-    ):
+    tags = run.tag_columns
+    rows: Sequence[TagFields | None] = [None] * len(run) if tags is None else tags.rows(offsets, times)
+    columns = zip(offsets, times, every_key, heads, run.values, rows, strict=True)
+    for offset, time_ms, key, head, value, fields in columns:
         if offset < first or (last is not None and offset > last) or is_erased(erased, fields, label, offset):
             continue
         yield offset, time_ms, *fingerprint(label, offset, time_ms, key, head, value, fields, numbered=numbered)
@@ -284,8 +275,7 @@ class ExaminedLog(msgspec.Struct, frozen=True):
     def horizon(self, kept_ms: int) -> int:
         """Return the time before which the log may lack events of Kafka's, since it dropped them on purpose.
 
-        Args:
-            kept_ms: The same by its retention time alone.
+        ``kept_ms`` is the same by its retention time alone.
         """
         if not self.has_dropped:
             return kept_ms
@@ -322,12 +312,6 @@ def _parse(name: str, shard: int, fields: dict[bytes, bytes], listed: bool) -> E
         )
     except (ValueError, StoreError):
         return ExaminedLog(name, shard, Log(), False, 0, listed, is_broken=True)
-
-
-def walk_logs(shards: Shards, view: str, shard: int, wanted: Callable[[str], bool]) -> Iterator[ExaminedLog]:
-    """Yield every listed and wanted log of a shard, in the order of the names' bytes."""
-    for names in LogRegistry(shards, view).pages(shard, wanted):
-        yield from read_logs(shards, view, names)
 
 
 class Examined(msgspec.Struct, frozen=True):
@@ -466,8 +450,6 @@ def _read_id(item: Any) -> ExaminedEntry:
 
 
 class _Key(msgspec.Struct, frozen=True):
-    """The parts of a log's key."""
-
     text: str
     shard: int
     kind: str

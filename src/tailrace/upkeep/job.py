@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from datetime import timedelta
 from typing import Any, Protocol, TypeAlias
 
@@ -40,10 +40,7 @@ LOGS = "upkeep"
 FIRST_S = 10.0
 """Seconds from the start of upkeep to the first run of a job: live work comes up first."""
 FAILPOINT = "UPKEEP_FAILPOINT"
-"""Environment variable with the step at which a test kills the process, to show that a death there loses nothing.
-
-Without the prefix of settings, of which unknown ones are refused.
-"""
+"""Environment variable (not a setting) with the step at which a test kills the process: a death there loses nothing."""
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
@@ -203,9 +200,7 @@ class JobLease:
     Args:
         shards: An open, prepared client; the renewals use a connection of their own.
         owner: The holder's name, shown to other processes.
-        length_s: How long it lasts when it is not renewed.
         wait_s: How long to wait for another owner to give it back; then LeaseHeld is raised.
-        kind: Name of the lease in the store.
     """
 
     def __init__(
@@ -251,8 +246,7 @@ class JobLease:
         return shards.call(0, "lease", self._kind, self._owner, round(length_s * 1000), token)
 
     def _renew(self) -> None:
-        own = Shards(self._shards.options, dict(self._shards.run_ids))
-        try:
+        with closing(Shards(self._shards.options, dict(self._shards.run_ids))) as own:
             while not self._ending.wait(self._length_s / 3):
                 try:
                     if self._call(own, self._length_s, self.token)[0] != b"ok":
@@ -260,18 +254,9 @@ class JobLease:
                         return
                 except TailraceError as problem:
                     logger.warning("the lease could not be renewed: %s", problem)
-        finally:
-            own.close()
 
 
-def run_job(
-    settings: Settings,
-    work: Work,
-    *,
-    alone: bool = True,
-    wait_s: float = 0.0,
-    lease: str = LOGS,
-) -> Facts:
+def run_job(settings: Settings, work: Work, *, alone: bool = True, wait_s: float = 0.0, lease: str = LOGS) -> Facts:
     """Do one run of a job under a lease, leave its report, and return its facts.
 
     Without ``alone`` the lease is not taken: that is for work that changes nothing.
@@ -280,8 +265,7 @@ def run_job(
         LeaseHeld: Another process was at work all the time that we waited.
         TailraceError: The error that ended the run; it is in the report too.
     """
-    shards = Shards(StoreOptions.of(settings.valkey)).open()
-    try:
+    with closing(Shards(StoreOptions.of(settings.valkey)).open()) as shards:
         prepare(shards)
         owner = f"{socket.gethostname()}:{os.getpid()} {work.name}"
         held = JobLease(shards, owner, settings.upkeep.lease.total_seconds(), wait_s, kind=lease)
@@ -296,18 +280,13 @@ def run_job(
                 if work.whole:
                     leave(shards, work.name, work.view, started, now_ms(), work.facts(), error)
         return work.facts()
-    finally:
-        shards.close()
 
 
 def look_once(settings: Settings, work: Looking) -> Facts:
     """Return what a run would do, without the lease and without a change."""
-    shards = Shards(StoreOptions.of(settings.valkey)).open()
-    try:
+    with closing(Shards(StoreOptions.of(settings.valkey)).open()) as shards:
         check_layout(shards)
         return work.look(shards)
-    finally:
-        shards.close()
 
 
 def leave(shards: Shards, job: str, view: str, started_ms: int, ended_ms: int, facts: Facts, error: str) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from itertools import groupby
 from struct import Struct as Layout
 from tempfile import TemporaryFile
@@ -59,7 +60,6 @@ from tailrace.upkeep.examine import (
     prints,
     read_logs,
     read_segment,
-    walk_logs,
 )
 from tailrace.upkeep.job import failpoint
 from tailrace.upkeep.rebuild import (
@@ -140,11 +140,9 @@ class _LogRestorer:
         old = [s for s in self._log.log.segments if s.epoch < self._epoch]
         for index in self._log.broken:
             if self._behind is None or index < self._behind.index:
-                near = min(old, key=lambda s: (s.index > index, abs(s.index - index)), default=None)
-                start_ms, span_ms, newest_ms = (
-                    (near.start_ms, near.span_ms, near.newest_ms) if near else (0, self._span_ms, 0)
-                )
-                bare = Segment(index, start_ms, span_ms, 0, 1, 0, 0, 0, newest_ms)
+                unknown = Segment(index, 0, self._span_ms, 0, 1, 0, 0, 0, 0)
+                near = min(old, key=lambda s: (s.index > index, abs(s.index - index)), default=unknown)
+                bare = Segment(index, near.start_ms, near.span_ms, 0, 1, 0, 0, 0, near.newest_ms)
                 entries = list(read_segment(self._shards, self._view, self._name, bare, entries=False))
                 events, last = sum(each.events for each in entries), entries[-1].last if entries else 0
                 old.append(msgspec.structs.replace(bare, last=last, events=events))
@@ -342,7 +340,8 @@ class LogCopy(ViewCopy):
         def is_mine(name: str) -> bool:
             return crc32(name.encode()) // count % parts == part and wanted(name)
 
-        logs = walk_logs(shards, self.view, shard, is_mine)
+        pages = LogRegistry(shards, self.view).pages(shard, is_mine)
+        logs = (log for names in pages for log in read_logs(shards, self.view, names))
         return examine(shards, self.view, logs, work.extent.shards[shard], work.erased, self.check_numbers)
 
     def explain(
@@ -431,13 +430,10 @@ def outcome_batch(outcome: Restored) -> pa.RecordBatch:
 
 def _restored(plan: RebuildPlan, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Restore the logs whose records come, one after the other; yield the outcome of each."""
-    shards = plan.work.open()
-    try:
+    with closing(plan.work.open()) as shards:
         restorer = Restorer(plan, shards)
         for name, rows in groupby(_rows(batches), key=lambda row: row[0]):
             yield outcome_batch(restorer.restore(name, (record for _, record in rows if record is not None)))
-    finally:
-        shards.close()
 
 
 def _rows(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[str, SpooledRecord | None]]:

@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import closing
 
 from tailrace.config.settings import Settings
 from tailrace.config.values import format_duration
@@ -76,13 +77,11 @@ def _next_audit(settings: Settings, views: Iterable[str]) -> float:
     every = settings.upkeep.audit_every
     if every is None:
         return 0.0
-    shards = Shards(StoreOptions.of(settings.valkey))
-    try:
-        ended = [last_end(shards, "audit", view) for view in views]
-    except TailraceError:
-        ended = [None]
-    finally:
-        shards.close()
+    with closing(Shards(StoreOptions.of(settings.valkey))) as shards:
+        try:
+            ended = [last_end(shards, "audit", view) for view in views]
+        except TailraceError:
+            ended = [None]
     since = min(((now_ms() - each) / 1000 if each else 0.0 for each in ended), default=0.0)
     return max(FIRST_S, every.total_seconds() - since)
 

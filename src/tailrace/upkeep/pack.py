@@ -84,8 +84,6 @@ class PackRules(msgspec.Struct, frozen=True):
 
 
 class DueSegment(msgspec.Struct, frozen=True):
-    """A segment to be packed."""
-
     name: str
     segment: Segment
 
@@ -102,14 +100,9 @@ class PackOutcome(msgspec.Struct, frozen=True):
 
     def __add__(self, other: PackOutcome) -> PackOutcome:
         left = {why: self.left.get(why, 0) + other.left.get(why, 0) for why in self.left | other.left}
-        return PackOutcome(
-            self.segments + other.segments,
-            self.events + other.events,
-            self.bytes_before + other.bytes_before,
-            self.bytes_after + other.bytes_after,
-            self.raw_bytes + other.raw_bytes,
-            left,
-        )
+        mine, theirs = msgspec.structs.asdict(self), msgspec.structs.asdict(other)
+        sums = {field: n + theirs[field] for field, n in mine.items() if field != "left"}
+        return PackOutcome(**sums, left=left)
 
 
 def due_segments(name: str, log: Log, after_ms: int, now_ms: int) -> Iterator[DueSegment]:
@@ -148,10 +141,8 @@ def divided(dues: Sequence[DueSegment], parts: int) -> list[list[DueSegment]]:
 class SegmentStage:
     """Stages one segment piece by piece; each is read back and compared before the next, so memory is that of one.
 
-    Args:
-        staging: Where to write; None = nowhere, for a dry run, which only counts.
-        index: Index of the segment among those that are staged for its log.
-        staged: Called when a piece is written, and not yet compared.
+    Without ``staging`` it only counts, for a dry run. ``index`` is the segment's among those that are staged for its
+    log; ``staged`` is called when a piece is written, and not yet compared.
     """
 
     def __init__(
@@ -186,11 +177,8 @@ class _Unreadable(Exception):
 class Packer:
     """Packs segments of one view under one lease.
 
-    Args:
-        throttle: The pace.
-        check: Called between groups, between the pieces of a large segment and while the throttle sleeps; an error that
-            it raises ends the packing.
-        reached: Called at each failpoint.
+    ``check`` is called between groups, between the pieces of a large segment and while the throttle sleeps; an error
+    that it raises ends the packing. ``reached`` is called at each failpoint.
     """
 
     def __init__(
@@ -340,12 +328,9 @@ class _Stopped(Exception):
 
 
 class Packing:
-    """One run of the job; ``outcome`` has the work so far, also after a failure.
+    """One run of the job; ``outcome`` has the work so far, also after a failure. Progress is in stored bytes.
 
-    Args:
-        spread: Spark for large amounts; None = pack all in this process.
-        throttle: The pace; runs can share it.
-        scope: Its progress is in stored bytes.
+    Large amounts are packed with Spark if ``spread`` is given. Runs can share a throttle.
     """
 
     name = "pack"
@@ -460,42 +445,31 @@ class Share(msgspec.Struct, frozen=True):
     """The error that ended it early."""
 
 
-class _Worker:
-    """The state of a Python worker of Spark's between tasks."""
+_workers: list[tuple[PackPlan, Shards, Throttle]] = []
+"""State of this Python worker of Spark's between tasks: the plan of its last task, its connections and its debts."""
 
-    current: _Worker | None = None
 
-    def __init__(self, plan: PackPlan) -> None:
-        self.plan = plan
-        self._shards = Shards(plan.store, dict(plan.run_ids))
-        self.throttle = Throttle(plan.rules.per_hour, plan.rules.bytes_per_second)
-        self.packer = Packer(self._shards, plan.view, plan.token, plan.rules, plan.now_ms, self.throttle)
-
-    @classmethod
-    def of(cls, plan: PackPlan) -> _Worker:
-        if cls.current is None or cls.current.plan != plan:
-            cls.end()
-            step_back()
-            cls.current = cls(plan)
-        return cls.current
-
-    @classmethod
-    def end(cls) -> None:
-        if cls.current is not None:
-            cls.current._shards.close()
-            cls.current = None
+def _end_worker() -> None:
+    while _workers:
+        _workers.pop()[1].close()
 
 
 def pack_share(plan: PackPlan, dues: Sequence[DueSegment]) -> Share:
     """Pack some segments in a Python worker."""
     outcome = PackOutcome()
     try:
-        worker = _Worker.of(plan)
+        if not _workers or _workers[0][0] != plan:
+            _end_worker()
+            step_back()
+            throttle = Throttle(plan.rules.per_hour, plan.rules.bytes_per_second)
+            _workers.append((plan, Shards(plan.store, dict(plan.run_ids)), throttle))
+        _, shards, throttle = _workers[0]
+        packer = Packer(shards, plan.view, plan.token, plan.rules, plan.now_ms, throttle)
         for group in groups(dues):
-            outcome += worker.packer.pack(group)
+            outcome += packer.pack(group)
         # The next share may go to another worker, which does not know this one's debts.
-        worker.throttle.wait()
+        throttle.wait()
     except TailraceError as error:
-        _Worker.end()
+        _end_worker()
         return Share(outcome, error)
     return Share(outcome)

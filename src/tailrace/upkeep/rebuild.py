@@ -94,20 +94,17 @@ class Rebuilding:
 
     def look(self, shards: Shards) -> dict[str, object]:
         """Return what would be done, and change nothing."""
-        self._rebuild(shards, None)
+        self.run(shards, None)
         return self.facts()
 
-    def run(self, shards: Shards, lease: JobLease) -> None:
-        """Restore the logs with faults.
+    def run(self, shards: Shards, lease: JobLease | None) -> None:
+        """Restore the logs with faults; without a lease, change nothing.
 
         Raises:
             StreamNotFound: Neither the view nor Kafka has the stream.
             StaleUpkeep: Another process has taken over.
             PipelineError: Spark failed; logs that were restored until then stay so.
         """
-        self._rebuild(shards, lease)
-
-    def _rebuild(self, shards: Shards, lease: JobLease | None) -> None:
         requested = None if self._name is None else frozenset([self._name])
         if self._source is not None and requested is None:
             requested = self._copy.names_of(shards, self._source)
@@ -319,16 +316,11 @@ class Buckets:
     Args:
         front: The segment in front of them: an event that asks for a bucket before its end goes to its bucket.
         room: Limit of their number; None = any number.
-        lowest: Begin and length of the first possible one.
-        highest: Begin and length of the last possible one.
+        lowest, highest: Begin and length of the first and of the last possible one.
     """
 
     def __init__(
-        self,
-        front: Segment | None = None,
-        room: int | None = None,
-        lowest: tuple[int, int] | None = None,
-        highest: tuple[int, int] | None = None,
+        self, front: Segment | None, room: int | None, lowest: tuple[int, int], highest: tuple[int, int]
     ) -> None:
         self._front, self._room, self._lowest, self._highest = front, room, lowest, highest
         self.made: list[tuple[int, int]] = []
@@ -336,9 +328,9 @@ class Buckets:
 
     def place(self, start_ms: int, span_ms: int) -> int:
         """Return the index of an event's bucket, given the one that it asks for."""
-        if self._lowest is not None and start_ms < self._lowest[0]:
+        if start_ms < self._lowest[0]:
             start_ms, span_ms = self._lowest
-        if self._highest is not None and start_ms >= self._highest[0]:
+        if start_ms >= self._highest[0]:
             start_ms, span_ms = self._highest
         if not self.made:
             if self._front is not None and start_ms < self._front.end_ms:

@@ -53,7 +53,7 @@ def begin_session(settings: Settings) -> Any:
 
     conf = Properties({"spark.app.name": "tailrace upkeep", **settings.spark.conf})
     spark = settings.spark.model_copy(update={"conf": conf})
-    with _keep_ctrl_c(), _keep_stdout():
+    with _own_console():
         return session(settings.model_copy(update={"spark": spark}))
 
 
@@ -87,28 +87,17 @@ def end_session(spark: Any = None) -> None:
 
 
 @contextmanager
-def _keep_ctrl_c() -> Iterator[None]:
-    """Restore the handler of Ctrl-C, which Spark replaces when it starts."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def _keep_stdout() -> Iterator[None]:
-    """Make a JVM that is started meanwhile log to standard error instead of standard output."""
-    own = os.dup(1)
+def _own_console() -> Iterator[None]:
+    """Make a JVM that is started meanwhile log to standard error, and restore the handler of Ctrl-C in the end."""
+    handler, stdout = signal.getsignal(signal.SIGINT), os.dup(1)
     os.dup2(2, 1)
     try:
         yield
     finally:
-        os.dup2(own, 1)
-        os.close(own)
+        os.dup2(stdout, 1)
+        os.close(stdout)
+        if threading.current_thread() is threading.main_thread():  # in others Spark does not replace it
+            signal.signal(signal.SIGINT, handler)
 
 
 def reason_of(error: Exception) -> str:

@@ -10,6 +10,7 @@ generation when a driver first reads it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -79,10 +80,9 @@ def parse_mark_time(value: bytes) -> tuple[int, int]:
 
 def read_counts(shards: Shards, view: str) -> dict[str, int]:
     """Return the counters of a view, summed over all shards: in, stored, dead, skipped:<reason>."""
-    totals: dict[str, int] = {}
+    totals: Counter[str] = Counter()
     for answer in shards.run_all([(s, ("HGETALL", shards.keys.counts(s, view))) for s in range(shards.options.shards)]):
-        for field, n in mapping(answer).items():
-            totals[field.decode()] = totals.get(field.decode(), 0) + int(n)
+        totals.update({field.decode(): int(n) for field, n in mapping(answer).items()})
     return totals
 
 

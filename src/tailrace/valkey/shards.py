@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 Address: TypeAlias = tuple[str, int]
 SLOTS = 16384
+CONNECTIONS = 64
+"""Most connections of ``Nodes`` to one node, besides those that block."""
 
 
 def _read_parts() -> Iterator[str]:
@@ -97,7 +99,6 @@ class StoreOptions(msgspec.Struct, frozen=True):
 
     @property
     def host(self) -> str:
-        """Host that the URL names."""
         return str(self.connection().get("host", "127.0.0.1"))
 
     def connection(self, address: Address | None = None) -> dict[str, Any]:
@@ -113,11 +114,9 @@ class StoreOptions(msgspec.Struct, frozen=True):
 
 
 class Slots:
-    """The node of each key; None is the server that the URL names.
+    """The node of each key, from the answer to CLUSTER SLOTS; None is the server that the URL names, if it is single.
 
-    Args:
-        ranges: The answer to CLUSTER SLOTS; None for a single server.
-        host: The host of a node that the cluster reports without one.
+    A node that the cluster reports without a host is at ``host``.
     """
 
     def __init__(self, ranges: Any, host: str) -> None:
@@ -131,15 +130,8 @@ class Slots:
             self.primaries = list(dict.fromkeys(address for _, _, address in self._ranges))
             self.is_complete = sum(high - low + 1 for low, high, _ in self._ranges) == SLOTS
 
-    def nodes_of(self, keys: Iterable[str]) -> list[Address | None]:
-        """Return the node of each key.
-
-        Raises:
-            StoreUnavailable: No node serves the slot of one of them.
-        """
-        return [self._node_of(key) for key in keys]
-
-    def _node_of(self, key: str) -> Address | None:
+    def node_of(self, key: str) -> Address | None:
+        """Return the node of a key, or raise StoreUnavailable if none serves its slot."""
         if self._ranges is None:
             return None
         slot = key_slot(key.encode())
@@ -152,11 +144,6 @@ class Slots:
 def _address(primary: Any, host: str) -> Address:
     name = primary[0].decode() if isinstance(primary[0], bytes) else primary[0]
     return name or host, int(primary[1])
-
-
-def is_cluster(info: dict[str, Any]) -> bool:
-    """Read the answer to INFO cluster."""
-    return bool(int(info.get("cluster_enabled", 0)))
 
 
 def by_node(addresses: Iterable[Address | None]) -> dict[Address | None, list[int]]:
@@ -179,7 +166,7 @@ class _Client:
     def _learn(self, ranges: Any) -> Slots:
         """Take the answer to CLUSTER SLOTS; None from a single server."""
         slots = Slots(ranges, self.options.host)
-        self._homes = slots.nodes_of(self.keys.tag(shard) for shard in range(self.options.shards))
+        self._homes = [slots.node_of(self.keys.tag(shard)) for shard in range(self.options.shards)]
         self._slots = slots
         return slots
 
@@ -235,11 +222,10 @@ class Shards(_Client):
     def run_keyed(self, commands: Sequence[Keyed]) -> list[Any]:
         """Run plain commands on the nodes of keys, in one round trip per node; answers in the order of the commands."""
         with translated():
-            placed = self._resolve().nodes_of(key for key, _ in commands)
-            return self._run([(address, command) for address, (_, command) in zip(placed, commands, strict=True)])
+            slots = self._resolve()
+            return self._run([(slots.node_of(key), command) for key, command in commands])
 
     def run_key(self, command: str, key: str, *args: Arg) -> Any:
-        """Run one command on a key."""
         return self.run_keyed([(key, (command, key, *args))])[0]
 
     def _run(self, placed: Sequence[tuple[Address | None, tuple[Arg, ...]]]) -> list[Any]:
@@ -271,7 +257,7 @@ class Shards(_Client):
         if self._slots is None or not self._slots.is_complete:
             entry = self._node(None)
             info: Any = entry.info("cluster")
-            return self._learn(entry.execute_command("CLUSTER", "SLOTS") if is_cluster(info) else None)
+            return self._learn(entry.execute_command("CLUSTER", "SLOTS") if info.get("cluster_enabled") else None)
         return self._slots
 
 
@@ -284,7 +270,9 @@ class _Guard:
         super().on_connect()  # type: ignore[misc]
         me: Any = self
         me.send_command("INFO", "server")
-        run_id = run_id_of(me.read_response())
+        answer = me.read_response()
+        lines = (answer.decode() if isinstance(answer, bytes) else answer).splitlines()
+        run_id = next((line.removeprefix("run_id:") for line in lines if line.startswith("run_id:")), "")
         address = f"{me.host}:{me.port}"
         noted = self.shards.run_ids
         if address not in noted and not self.shards.sealed:
@@ -294,18 +282,11 @@ class _Guard:
             raise StoreChanged(address, noted.get(address, "no process that we knew"), run_id)
 
 
-def run_id_of(info: bytes | str) -> str:
-    """Read the run_id from the answer to INFO."""
-    text = info.decode() if isinstance(info, bytes) else info
-    return next((line[7:] for line in text.splitlines() if line.startswith("run_id:")), "")
-
-
 class Nodes(_Client):
     """The asyncio client: like ``Shards``, without its guard."""
 
-    def __init__(self, options: StoreOptions, connections: int = 64) -> None:
+    def __init__(self, options: StoreOptions) -> None:
         super().__init__(options)
-        self._limit = connections
         self._clients: dict[Address | None, valkey.asyncio.Valkey] = {}
         self._blocking: dict[tuple[int | str, str], valkey.asyncio.Valkey] = {}
 
@@ -336,28 +317,19 @@ class Nodes(_Client):
 
     async def read_keyed(self, commands: Sequence[Keyed]) -> list[Any]:
         """Run commands on the nodes of keys, in one round trip per node; answers in the order of the commands."""
-        placed = (await self._resolve()).nodes_of(key for key, _ in commands)
-        return await self._run([(address, command) for address, (_, command) in zip(placed, commands, strict=True)])
+        slots = await self._resolve()
+        return await self._run([(slots.node_of(key), command) for key, command in commands])
 
     async def read_key(self, command: str, key: str, *args: Arg) -> Any:
-        """Run one command on a key."""
         return (await self.read_keyed([(key, (command, key, *args))]))[0]
 
     async def call(self, shard: int, name: str, *args: Arg) -> Any:
-        """Call a function of the library on a shard.
-
-        Raises:
-            StoreUnavailable: No pipeline has loaded the library yet.
-        """
+        """Call a function on a shard; StoreUnavailable if no pipeline has loaded the library yet."""
         with _missing_library():
             return await self.read(shard, "FCALL", function(name), 1, self.keys.tag(shard), *args)
 
     async def call_keyed(self, calls: Sequence[KeyedCall]) -> list[Any]:
-        """Call functions of the library on the nodes of their keys; answers in the order of the calls.
-
-        Raises:
-            StoreUnavailable: No pipeline has loaded the library yet.
-        """
+        """Call functions on the nodes of their keys, as ``call`` does; answers in the order of the calls."""
         with _missing_library():
             return await self.read_keyed(keyed_calls(calls))
 
@@ -368,8 +340,8 @@ class Nodes(_Client):
 
     async def block_keyed(self, key: str, who: str, command: tuple[Arg, ...], timeout_s: float) -> Any:
         """Run a blocking command on the node of a key; the connection stays until ``end_block``."""
-        (address,) = (await self._resolve()).nodes_of([key])
-        return await self._block((key, who), address, command, timeout_s)
+        slots = await self._resolve()
+        return await self._block((key, who), slots.node_of(key), command, timeout_s)
 
     async def end_block(self, key: str, who: str) -> None:
         """Close the connection of ``block_keyed``, if there is one."""
@@ -417,14 +389,14 @@ class Nodes(_Client):
             with translated():
                 entry = self._client(None)
                 info = await entry.info("cluster")
-                ranges = await entry.execute_command("CLUSTER", "SLOTS") if is_cluster(info) else None
+                ranges = await entry.execute_command("CLUSTER", "SLOTS") if info.get("cluster_enabled") else None
             return self._learn(ranges)
         return self._slots
 
     def _client(self, address: Address | None) -> valkey.asyncio.Valkey:
         client = self._clients.get(address)
         if client is None:
-            client = self._clients[address] = _client_of(self.options.connection(address), self._limit)
+            client = self._clients[address] = _client_of(self.options.connection(address), CONNECTIONS)
         return client
 
 

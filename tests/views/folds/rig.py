@@ -11,7 +11,7 @@ import msgspec
 
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.views.folds.collect import Collect
-from tailrace.views.folds.model import Rule, Windows
+from tailrace.views.folds.model import Clump, Rule, Windows
 from tailrace.views.folds.store import Emitter
 from tests.writing import NOON, Record, Writer
 
@@ -64,6 +64,12 @@ def expected(records: Iterable[Record], windows: Windows = RULE.windows) -> list
             if event is not None:
                 held.append(event)
     return sorted(found)
+
+
+def inputs_of(clump: Clump) -> list[tuple[str, int]]:
+    """Return the partition and the offset of each event of a fold, in order."""
+    spans = [(partition, first, last) for partition, spans in sorted(clump.inputs.items()) for first, last in spans]
+    return [(partition, offset) for partition, first, last in spans for offset in range(first, last + 1)]
 
 
 def emitter(shards: Shards, rules: Sequence[Rule], watermark_ms: int) -> Emitter:

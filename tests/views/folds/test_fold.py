@@ -27,6 +27,7 @@ from tailrace.views.folds.model import (
     fold_record,
     unpack_offsets,
 )
+from tests.views.folds.rig import inputs_of
 
 RULE = Rule(
     name="r",
@@ -160,7 +161,7 @@ def _shown(folds: Sequence[ClosedFold]) -> list[tuple[Time, Time, bytes, str]]:
 
 
 def _places(folds: Sequence[ClosedFold]) -> list[tuple[str, int]]:
-    return sorted((source, o) for fold in folds for source, offsets in fold.clump.inputs.items() for o in offsets)
+    return sorted(place for fold in folds for place in inputs_of(fold.clump))
 
 
 def _read(history: dict[str, list[Input]], turns: Sequence[Turn], held: Held) -> list[Input]:
@@ -461,7 +462,9 @@ def test_offsets_are_read_back_in_order(some: list[tuple[int, int]]) -> None:
     spans = [offsets[0] + 1, offsets[0], 1]
     for offset in offsets[1:]:
         add_offset(spans, offset)
-    assert unpack_offsets(spans) == sorted(offsets)
+    ranges = unpack_offsets(spans)
+    assert [offset for first, last in ranges for offset in range(first, last + 1)] == sorted(offsets)
+    assert all(after > last + 1 for (_, last), (after, _) in pairwise(ranges))
 
 
 def test_neighbours_are_one_run() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tailrace.views.folds.collect import COLLECTORS, Collect
 from tailrace.views.folds.model import OFFSET_BYTES, ClosedFold, Clump, Folding, Input, Windows
 from tailrace.views.folds.tune import Figures, Trials, candidates, round_delays
+from tests.views.folds.rig import inputs_of
 
 _COLLECT = (Collect("seen", "set", ("a",)), Collect("newest", "last", ("b",)), Collect("total", "sum", ("c",)))
 _windows = st.builds(
@@ -67,7 +68,7 @@ def _figures(quiet_ms: int, groups: Sequence[tuple[Sequence[Input], Sequence[Clo
             if before is not None and before.reason == "quiet":
                 figures.premature += fold.clump.opened - before.clump.last < 2 * quiet_ms
             before = fold
-            delays = [fold.due - times[source, o] for source, offsets in fold.clump.inputs.items() for o in offsets]
+            delays = [fold.due - times[place] for place in inputs_of(fold.clump)]
             figures.inputs += len(delays)
             figures.waited_ms += sum(delays)
             for delay in delays:
@@ -115,7 +116,7 @@ def test_a_replay_cuts_where_a_loop_over_the_events_would(windows: Windows, even
         if x is not None:
             held.append(x)
     folds = list(replay(Folding(_COLLECT, roomy), inputs))
-    assert [sorted(o for each in f.clump.inputs.values() for o in each) for f in folds] == [sorted(e) for e in expected]
+    assert [sorted(o for _, o in inputs_of(f.clump)) for f in folds] == [sorted(e) for e in expected]
     assert [f.due for f in folds] == dues
 
 
@@ -142,7 +143,7 @@ def test_a_replay_gives_the_folds_that_the_pipeline_gave_live(windows: Windows, 
 
 def _shown(fold: ClosedFold) -> tuple[object, ...]:
     clump = fold.clump
-    offsets = sorted((source, o) for source, found in clump.inputs.items() for o in found)
+    offsets = inputs_of(clump)
     values = [COLLECTORS[c.kind].result(state) for c, state in zip(_COLLECT, clump.states, strict=True)]
     return clump.head, fold.due, fold.reason, clump.opened, clump.last, offsets, values
 

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tailrace.api.requests import SearchParameters
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import SearchEnded, TooManySearches
 from tailrace.log.event import shard_of
@@ -19,7 +20,7 @@ from tailrace.testing.installation import ServiceThread
 from tailrace.valkey.shards import Nodes, Shards, StoreOptions, prepare
 from tailrace.views.grep import store as leasing
 from tailrace.views.grep.model import make_search
-from tailrace.views.grep.routes import show_search
+from tailrace.views.grep.routes import one_search
 from tailrace.views.grep.store import LeaseRequest, Leases, Searches, finish_stretch
 from tests import command_line
 from tests.command_line import run
@@ -212,7 +213,7 @@ async def test_the_lease_of_a_feed_says_where_it_began(kafka: EmbeddedKafka, sto
     async with site.serving() as serving:
         feeds = [await serving.open(search, **each) for each in asked]
         feeds.append(await serving.open(search, after=feeds[0].cursor))
-        connections = (await show_search(serving.view, search.id, 10)).connections
+        connections = (await one_search(serving.view, search.id, SearchParameters(limit=10))).connections
         assert [(each.number, each.start, each.window, each.client) for each in connections] == [
             (1, "end", 2_048, "me"),
             (2, "2026-09-12T12:00:00.000Z", 262_144, None),
@@ -221,7 +222,7 @@ async def test_the_lease_of_a_feed_says_where_it_began(kafka: EmbeddedKafka, sto
         ]
         for feed in feeds:
             await feed.aclose()
-        assert (await show_search(serving.view, search.id, 10)).connections == []
+        assert (await one_search(serving.view, search.id, SearchParameters(limit=10))).connections == []
 
 
 async def test_a_feed_whose_search_is_ended_says_so_and_the_next_one_begins_anew(

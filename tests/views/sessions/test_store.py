@@ -385,4 +385,4 @@ def test_a_slot_that_no_node_serves_is_told() -> None:
     assert slots.primaries == [("10.0.0.1", 7000), ("10.0.0.2", 7001)]
     assert not slots.is_complete
     with pytest.raises(StoreUnavailable, match="is the cluster complete"):
-        slots.nodes_of(f"key-{i}" for i in range(1_000))
+        list(map(slots.node_of, (f"key-{i}" for i in range(1_000))))

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 
 class FoldsView(View):
-    """The view of folds."""
-
     name = "folds"
 
     def plan(self, settings: Settings) -> FoldsPlan:
@@ -41,7 +39,6 @@ class FoldsView(View):
             enforce(start.shards, {}, round(time.time() * 1000))
 
     def outputs(self, settings: Settings) -> dict[str, int]:
-        """Return the topics of folded and of raw events."""
         from tailrace.views.folds.store import rules_of
 
         rules = rules_of(settings).values()

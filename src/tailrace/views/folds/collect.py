@@ -219,55 +219,6 @@ class Max(Min):
     _wins = staticmethod(operator.gt)
 
 
-class Sum(Collector):
-    """The sum of the numbers at the path: exact for integers, correctly rounded for others, in any order.
-
-    A state is the sum of the integers and, once there are doubles, their exact sum as ``number / 2 ** bits``.
-    """
-
-    kind = "sum"
-
-    def extract(self, found: bytes | None, value: bytes) -> Any:
-        number = None if found is None else parse_number(found)
-        # As text if msgpack has no integer of that size.
-        return str(number) if isinstance(number, int) and number.bit_length() > 63 else number
-
-    def weigh(self, extract: Any) -> int:
-        return POSITION_BYTES
-
-    def new(self) -> Any:
-        return [0]
-
-    def add(self, state: Any, extract: Any, position: Position) -> int:
-        if not isinstance(extract, float):
-            state[0] += int(extract)
-        else:
-            number, divisor = extract.as_integer_ratio()
-            _add_exactly(state, number, divisor.bit_length() - 1)
-        return 0
-
-    def merge(self, state: Any, other: Any) -> int:
-        state[0] += other[0]
-        if len(other) > 1:
-            _add_exactly(state, other[1], other[2])
-        return 0
-
-    def result(self, state: Any) -> bytes:
-        if len(state) == 1:
-            return str(state[0]).encode()
-        whole, number, bits = state
-        try:
-            return _encode(((whole << bits) + number) / (1 << bits))
-        except OverflowError:
-            return b"null"
-
-    def dump(self, state: Any, numbers: Mapping[str, int]) -> Any:
-        return [str(part) for part in state]
-
-    def load(self, dumped: Any, partitions: Sequence[str]) -> Any:
-        return [int(part) for part in dumped]
-
-
 class Count(Collector):
     """The number of events with a value at the path, null included."""
 
@@ -292,6 +243,51 @@ class Count(Collector):
 
     def result(self, state: Any) -> bytes:
         return str(state[0]).encode()
+
+
+class Sum(Count):
+    """The sum of the numbers at the path: exact for integers, correctly rounded for others, in any order.
+
+    A state is the sum of the integers and, once there are doubles, their exact sum as ``number / 2 ** bits``.
+    """
+
+    kind = "sum"
+
+    def extract(self, found: bytes | None, value: bytes) -> Any:
+        number = None if found is None else parse_number(found)
+        # As text if msgpack has no integer of that size.
+        return str(number) if isinstance(number, int) and number.bit_length() > 63 else number
+
+    def weigh(self, extract: Any) -> int:
+        return POSITION_BYTES
+
+    def add(self, state: Any, extract: Any, position: Position) -> int:
+        if not isinstance(extract, float):
+            state[0] += int(extract)
+        else:
+            number, divisor = extract.as_integer_ratio()
+            _add_exactly(state, number, divisor.bit_length() - 1)
+        return 0
+
+    def merge(self, state: Any, other: Any) -> int:
+        if len(other) > 1:
+            _add_exactly(state, other[1], other[2])
+        return super().merge(state, other)
+
+    def result(self, state: Any) -> bytes:
+        if len(state) == 1:
+            return super().result(state)
+        whole, number, bits = state
+        try:
+            return _encode(((whole << bits) + number) / (1 << bits))
+        except OverflowError:
+            return b"null"
+
+    def dump(self, state: Any, numbers: Mapping[str, int]) -> Any:
+        return [str(part) for part in state]
+
+    def load(self, dumped: Any, partitions: Sequence[str]) -> Any:
+        return [int(part) for part in dumped]
 
 
 class Events(Collector):

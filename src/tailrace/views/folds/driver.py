@@ -60,8 +60,6 @@ def applied(settings: Settings, wanted: Mapping[str, bytes]) -> dict[str, Rule]:
 
 
 class FoldsDriver(ViewDriver):
-    """The hooks of folds."""
-
     times = Times.MARKS
 
     def __init__(self, plan: FoldsPlan) -> None:

@@ -34,7 +34,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeAlias
 from zlib import crc32
@@ -121,8 +121,8 @@ class Clump(msgspec.Struct, eq=False):
     extracts: Sequence[Any] | None = None
 
     @property
-    def inputs(self) -> dict[str, list[int]]:
-        """Partition -> its offsets, in order."""
+    def inputs(self) -> dict[str, list[list[int]]]:
+        """Partition -> first and last offset of each range, in order."""
         return {partition: unpack_offsets(packed) for partition, packed in self.packed.items()}
 
 
@@ -415,9 +415,16 @@ def add_offset(packed: list[int], offset: int) -> None:
         packed[-1] += 1
 
 
-def unpack_offsets(packed: Sequence[int]) -> list[int]:
+def unpack_offsets(packed: Sequence[int]) -> list[list[int]]:
+    """Return the first and last offset of each range, in order; adjacent ranges are one."""
     edges = list(accumulate(packed[1:]))
-    return sorted(chain.from_iterable(map(range, edges[::2], edges[1::2])))
+    ranges: list[list[int]] = []
+    for first, end in sorted(zip(edges[::2], edges[1::2], strict=True)):
+        if ranges and first == ranges[-1][1] + 1:
+            ranges[-1][1] = end - 1
+        else:
+            ranges.append([first, end - 1])
+    return ranges
 
 
 class Rule(msgspec.Struct, frozen=True, dict=True):
@@ -549,8 +556,6 @@ def stream_of(rule: str) -> str:
 
 
 class Message(NamedTuple):
-    """A record to publish."""
-
     id: str
     """Identity in the outbox; the part before ``#`` is the fold's id."""
     topic: str
@@ -567,6 +572,10 @@ def fold_record(rule: Rule, group: bytes, finished: ClosedFold, emitted_ms: int)
         collect.name: msgspec.Raw(COLLECTORS[collect.kind].result(state))
         for collect, state in zip(rule.collect, clump.states, strict=True)
     }
+    inputs: list[dict[str, Any]] = []
+    for name, ranges in sorted(clump.inputs.items()):
+        partition = Partition.parse(name)
+        inputs.append({"topic": partition.label, "partition": partition.partition, "offsets": ranges})
     event: dict[str, Any] = {
         "id": id_,
         "rule": rule.name,
@@ -578,18 +587,7 @@ def fold_record(rule: Rule, group: bytes, finished: ClosedFold, emitted_ms: int)
         "reason": finished.reason,
         "due": iso_time(finished.due),
         "emitted": iso_time(emitted_ms),
-        "inputs": [_inputs(label, offsets) for label, offsets in sorted(clump.inputs.items())],
+        "inputs": inputs,
     }
-    digest = crc32(_encode(event["inputs"]))
+    digest = crc32(_encode(inputs))
     return Message(f"{id_}#{digest:08x}", rule.output, _encode([STREAM, rule.name]), _encode(event))
-
-
-def _inputs(label: str, offsets: list[int]) -> dict[str, Any]:
-    partition = Partition.parse(label)
-    ranges: list[list[int]] = []
-    for offset in offsets:
-        if ranges and offset == ranges[-1][1] + 1:
-            ranges[-1][1] = offset
-        else:
-            ranges.append([offset, offset])
-    return {"topic": partition.label, "partition": partition.partition, "offsets": ranges}

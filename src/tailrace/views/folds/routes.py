@@ -270,8 +270,6 @@ def _read_group(body: bytes, rule: Rule) -> bytes | None:
 
 
 class _Flush:
-    """One request to flush or delete."""
-
     def __init__(self, folds: FoldsService, name: str, reason: Literal["flush", "deleted"]) -> None:
         self._folds, self._nodes, self._name, self._reason = folds, folds.nodes, name, reason
 

@@ -33,9 +33,6 @@ COLLECT_KINDS = ("set", "keys", "items", "first", "last", "min", "max", "sum", "
 MAX_WAIT_FACTOR = 10
 """``max_wait`` as a multiple of ``quiet``, if not configured."""
 
-_OUTPUT = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-
 Problem = tuple[tuple[str, ...], object, str]
 """Location, the value found there, and what is wanted instead."""
 
@@ -50,10 +47,17 @@ def raise_problems(problems: Iterable[Problem]) -> None:
         raise ValidationError.from_exception_data("Settings", lines, hide_input=True)
 
 
-def _output_name(text: str) -> str:
-    if not _OUTPUT.fullmatch(text):
-        raise ValueError("a name of letters, digits, '_' and '-' that begins with a letter or '_'")
-    return text
+def _names(pattern: str, wanted: str) -> AfterValidator:
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(f"a name of letters, digits, '_' and '-'{wanted}")
+        return text
+
+    return AfterValidator(check)
+
+
+OutputName = Annotated[str, _names(r"[A-Za-z_][A-Za-z0-9_-]*", " that begins with a letter or '_'")]
+RuleName = Annotated[str, _names(r"[A-Za-z0-9_-]{1,64}", ", at most 64")]
 
 
 def parse_collect(text: str) -> tuple[str, str]:
@@ -82,7 +86,7 @@ class Collects(Table[str]):
 
     @classmethod
     def entries(cls) -> Any:
-        return dict[Annotated[str, AfterValidator(_output_name)], Annotated[str, AfterValidator(_collect)]]
+        return dict[OutputName, Annotated[str, AfterValidator(_collect)]]
 
     @classmethod
     def read(cls, value: object) -> Self:
@@ -122,8 +126,6 @@ class FoldSettings(Section):
 
 
 class RuleTable(Table[FoldSettings]):
-    """The rules by name."""
-
     __slots__ = ()
 
     def written(self) -> dict[str, Any]:
@@ -131,7 +133,7 @@ class RuleTable(Table[FoldSettings]):
 
     @classmethod
     def entries(cls) -> Any:
-        return dict[Annotated[str, AfterValidator(_name)], FoldSettings]
+        return dict[RuleName, FoldSettings]
 
     @classmethod
     def read(cls, value: object) -> Self:
@@ -141,11 +143,9 @@ class RuleTable(Table[FoldSettings]):
         return rules
 
     def output(self, name: str) -> str:
-        """Return the topic of a rule's folded events."""
         return self[name].output or f"folds.{name}"
 
     def topics(self, name: str) -> frozenset[str]:
-        """Return the topics that a rule writes to."""
         return frozenset({self.output(name), self[name].raw} - {""})
 
     def _own_topics(self) -> Iterable[Problem]:
@@ -190,15 +190,7 @@ class RuleTable(Table[FoldSettings]):
         return [] if isinstance(topics, str) else [topic for topic in topics if topic in self.topics(other)]
 
 
-def _name(text: str) -> str:
-    if not _NAME.fullmatch(text):
-        raise ValueError("a name of letters, digits, '_' and '-', at most 64")
-    return text
-
-
 class FoldsSettings(Section):
-    """Settings of the view."""
-
     tick: Annotated[Delay, durations("1ms", "1m")] = timedelta(milliseconds=100)
     begin: Literal["end", "start"] = "end"
     rules: RuleTable = RuleTable()

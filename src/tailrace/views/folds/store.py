@@ -95,7 +95,6 @@ def new_version() -> bytes:
 
 
 def decode_group(answer: bytes | None) -> StoredGroup:
-    """Decode a field of a rule's hash."""
     return StoredGroup() if answer is None else StoredGroup(answer[:VERSION_BYTES], answer[VERSION_BYTES:])
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import marshal
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -47,6 +47,9 @@ MAX_DELAYS = 50_000
 """Distinct delays above which they are rounded."""
 
 _INPUTS = "group binary, time long, partition int, offset long, size long, extracts binary"
+_TYPES = {"binary": pa.binary(), "int": pa.int32(), "long": pa.int64()}
+_SCHEMA = pa.schema([(name, _TYPES[kind]) for name, kind in map(str.split, _INPUTS.split(","))])
+"""The same columns in Spark's words and in Arrow's."""
 _COUNTED = "body binary"
 _TOTALS = b""
 """Group of the rows that carry counts: ``time`` is the number of records, ``extracts`` the reason."""
@@ -55,8 +58,6 @@ RECORD_COUNT = "records"
 
 
 class TuneResult(msgspec.Struct, frozen=True):
-    """The result of tuning."""
-
     rule: Rule
     records: int
     """Number of records read."""
@@ -68,8 +69,6 @@ class TuneResult(msgspec.Struct, frozen=True):
 
 
 class TuneTask(msgspec.Struct, frozen=True):
-    """The input of Spark's tasks."""
-
     rule: Rule
     windows: tuple[Windows, ...]
     partitions: tuple[str, ...]
@@ -95,17 +94,12 @@ def tune(
     since_ms: int,
     quiets_ms: Sequence[int] = (),
     spark: Any = None,
-    stopped: Callable[[], bool] = lambda: False,
 ) -> TuneResult:
-    """Fold a rule's past with several windows.
+    """Fold a rule's past with several windows; without a ``spark`` session one is started and stopped.
 
-    Args:
-        quiets_ms: Quiet periods to try beside the configured one; by default some shorter and some longer ones.
-        spark: A session; by default one is started and stopped.
-
-    Raises:
-        BadRequest: There is no such rule, or the rule has nothing to fold since that time.
-        BrokerUnavailable, PipelineError: The job failed or was stopped.
+    ``quiets_ms`` are tried beside the configured quiet period; by default some shorter and some longer ones.
+    BadRequest if there is no such rule, or if it has nothing to fold since that time; BrokerUnavailable or
+    PipelineError if the job failed.
     """
     started, rules = now_ms(), known_rules(settings)
     rule = rules.get(name)
@@ -123,7 +117,7 @@ def tune(
             lambda: past.since(since_ms),
             lambda ranges: _job(settings, session, TuneTask(rule, windows, tuple(sorted(ranges))), ranges),
             past.has_moved,
-            stopped,
+            stopped=lambda: False,
         )
     figures, totals = _sum_up(rows, len(windows))
     records = totals.pop(RECORD_COUNT, 0)
@@ -242,18 +236,6 @@ def _count_folds(work: TuneTask, batches: Iterable[pa.RecordBatch]) -> Iterator[
             rest = zip(names, offsets[low:high], extracts[low:high], strict=True)
             trials.feed(group, times[low:high], sizes[low:high], rest)
     yield pa.RecordBatch.from_arrays([pa.array([_encode((trials.end(), totals))], pa.binary())], names=["body"])
-
-
-_SCHEMA = pa.schema(
-    [
-        ("group", pa.binary()),
-        ("time", pa.int64()),
-        ("partition", pa.int32()),
-        ("offset", pa.int64()),
-        ("size", pa.int64()),
-        ("extracts", pa.binary()),
-    ]
-)
 
 
 def _batch(rows: Sequence[tuple[object, ...]]) -> pa.RecordBatch:

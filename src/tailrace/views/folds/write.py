@@ -153,8 +153,6 @@ def add_to_groups(
 
 
 class FoldsPlan(msgspec.Struct, frozen=True):
-    """The rules that tasks apply."""
-
     rules: tuple[Rule, ...] = ()
     name: str = VIEW
 
@@ -168,8 +166,6 @@ class FoldsPlan(msgspec.Struct, frozen=True):
 
 
 class FoldsWriter(Writer):
-    """Writes the view for all rules."""
-
     name = VIEW
     span_ms = DAY_MS
     future_ms = 0
@@ -188,7 +184,6 @@ class FoldsWriter(Writer):
         """Watermarks by rule, for each shard: a shard that lost its last writes is behind the others."""
 
     def load(self, shards: Shards, work: Sequence[tuple[Slice, AppliedMarks]]) -> None:
-        """Read the slices and the states of their groups."""
         now_ms = round(time.time() * 1000)
         before, self._inputs = self._inputs, {}
         wanted: dict[tuple[int, int], dict[bytes, None]] = {}
@@ -239,10 +234,7 @@ class FoldsWriter(Writer):
                 if shard is None:
                     shard = self._home(compiled, group)
                 offset = offsets[i]
-                added = groups.get((shard, n, group))
-                if added is None:
-                    added = groups[shard, n, group] = []
-                added.append((clock[i], label, offset, size, extracts))
+                groups.setdefault((shard, n, group), []).append((clock[i], label, offset, size, extracts))
                 total += size
                 if not counted:
                     stored[shard].append(offset)
@@ -337,7 +329,6 @@ class FoldsWriter(Writer):
 
 
 def _between(inputs: Inputs, first: int, last: int) -> Inputs:
-    """Return the inputs of a range of offsets."""
     offset = itemgetter(2)
     return inputs[bisect_left(inputs, first, key=offset) : bisect_right(inputs, last, key=offset)]
 

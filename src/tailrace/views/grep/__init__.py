@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 
 class GrepView(View):
-    """The view of searches."""
-
     name = "matches"
 
     def plan(self, settings: Settings) -> GrepPlan:

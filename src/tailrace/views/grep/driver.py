@@ -14,7 +14,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -25,11 +27,11 @@ from tailrace.driver.one_pass import MAX_REFUSALS
 from tailrace.driver.slice import Plan, RangeReader, Slice, shared_out
 from tailrace.driver.source import SCANS
 from tailrace.errors import BrokerUnavailable, PipelineError, StaleDriver, StoreError, TailraceError
-from tailrace.kafka.broker import Broker, Topic, client_properties
+from tailrace.kafka.broker import Broker, client_properties
 from tailrace.log.event import Partition, home_of, poison, shard_of
 from tailrace.log.segment import DAY_MS
 from tailrace.query import prefilter
-from tailrace.valkey.marks import NOTHING, UNKNOWN_TOPIC, TopicGeneration, read_generations
+from tailrace.valkey.marks import NOTHING, UNKNOWN_TOPIC, read_generations
 from tailrace.valkey.shards import Shards, mapping
 from tailrace.views.grep.model import LostOffsets, SearchLife, Stretch
 from tailrace.views.grep.store import (
@@ -78,7 +80,6 @@ class Scanner(threading.Thread):
         self._generations = generations
         self._watchdog = Watchdog.of(shards, settings)
         self._stopping = threading.Event()
-        self._availability: Availability | None = None
         self.failure: TailraceError | None = None
 
     def stop(self) -> None:
@@ -149,10 +150,12 @@ class Scanner(threading.Thread):
         )
         return True
 
+    @cached_property
+    def _broker(self) -> Broker:
+        return Broker(self._settings)
+
     def _begins(self, partitions: Iterable[str]) -> dict[str, int]:
-        if self._availability is None:
-            self._availability = Availability(Broker(self._settings), self._shards, self._generations)
-        return self._availability.begins(partitions)
+        return first_offsets(self._broker, self._shards, self._generations, partitions)
 
     def _record(self, chunk: Chunk, before: Mapping[str, int], read_bytes: int, after: Mapping[str, int]) -> None:
         """Record the bytes read and the offsets that Kafka had dropped; before the marks move to the chunk's end."""
@@ -247,12 +250,8 @@ def next_chunk(waiting: Sequence[tuple[SearchLife, Stretch, Mapping[str, int]]],
 
 
 def _left(stretch: Stretch, marks: Mapping[str, int]) -> dict[str, Range]:
-    found: dict[str, Range] = {}
-    for partition, (first, until) in stretch.ranges.items():
-        begin = max(first, marks.get(partition, NOTHING) + 1)
-        if begin < until:
-            found[partition] = begin, until
-    return found
+    left = {s: (max(first, marks.get(s, NOTHING) + 1), until) for s, (first, until) in stretch.ranges.items()}
+    return {partition: (begin, until) for partition, (begin, until) in left.items() if begin < until}
 
 
 Read = Callable[[Any, Callable[[bytes | None, bytes], bool] | None], Iterator[tuple[Slice | None, int]]]
@@ -265,15 +264,13 @@ def scan(plan: Plan, chunk: Chunk, read: Read) -> Callable[[Iterable[Any]], Iter
     """
 
     def run(parts: Iterable[Any]) -> Iterator[int]:
-        task, total = _Task(plan, chunk), 0
-        try:
+        total = 0
+        with closing(_Task(plan, chunk)) as task:
             for part in parts:
                 for records, read_bytes in read(part, task.passes):
                     total += read_bytes
                     if records is not None:
                         task.take(records)
-        finally:
-            task.close()
         yield total
 
     return run
@@ -429,46 +426,39 @@ class GrepDriver(ViewDriver):
         return [Scanner(run.start.settings, run.spark, run.plan, run.connect(), run.generations)]
 
 
-class Availability:
-    """Tells where Kafka's partitions begin now. ``generations`` are those under which this driver reads topics.
+def first_offsets(
+    broker: Broker, shards: Shards, generations: Mapping[str, int], labels: Iterable[str]
+) -> dict[str, int]:
+    """Return the first offset that Kafka has of each partition; ``generations`` are those that this driver reads.
+
+    GONE if its topic was deleted, even if a new topic has the name. LATER if the driver has not noticed the topic yet:
+    it would read the records under another generation.
 
     Only the broker knows which topic has a name now, and only the store which generation that is. A service that meets
     a new topic before the driver does uses the generation that the topic will get.
     """
-
-    def __init__(self, broker: Broker, shards: Shards, generations: Mapping[str, int]) -> None:
-        self._broker, self._shards, self._generations = broker, shards, generations
-
-    def begins(self, labels: Iterable[str]) -> dict[str, int]:
-        """Return the first offset that Kafka has of each partition.
-
-        GONE if its topic was deleted, even if a new topic has the name. LATER if the driver has not noticed the topic
-        yet: it would read the records under another generation.
-        """
-        partitions = {label: Partition.parse(label) for label in labels}
-        if not partitions:
-            return {}
-        topics = self._broker.topics()
-        # Read after the topics: a generation that is not stored by now belongs to none of them.
-        [known] = self._shards.run_all([(0, ("HGETALL", self._shards.keys.topics()))])
-        stored = read_generations(known)
-        wanted = {partition.topic for partition in partitions.values()}
-        firsts = self._broker.firsts([topic for name, topic in topics.items() if name in wanted])
-        found: dict[str, int] = {}
-        for label, partition in partitions.items():
-            verdict = self._verdict(partition, topics.get(partition.topic), stored)
-            place = partition.topic, partition.partition
-            found[label] = firsts.get(place, LATER) if verdict is None else verdict
-        return found
-
-    def _verdict(self, partition: Partition, topic: Topic | None, stored: Mapping[str, TopicGeneration]) -> int | None:
-        """Return GONE or LATER; None if the partition can be read."""
+    partitions = {label: Partition.parse(label) for label in labels}
+    if not partitions:
+        return {}
+    topics = broker.topics()
+    # Read after the topics: a generation that is not stored by now belongs to none of them.
+    [known] = shards.run_all([(0, ("HGETALL", shards.keys.topics()))])
+    stored = read_generations(known)
+    wanted = {partition.topic for partition in partitions.values()}
+    firsts = broker.firsts([topic for name, topic in topics.items() if name in wanted])
+    found: dict[str, int] = {}
+    for label, partition in partitions.items():
+        topic = topics.get(partition.topic)
         generation, topic_id = stored.get(partition.topic, UNKNOWN_TOPIC)
         if topic is None or partition.generation < generation:
-            return GONE
-        if partition.generation == generation and topic_id not in ("", topic.id):
-            return GONE  # created again, which the driver has not noticed yet
-        return None if partition.generation == generation == self._generations.get(partition.topic, 0) else LATER
+            found[label] = GONE
+        elif partition.generation == generation and topic_id not in ("", topic.id):
+            found[label] = GONE  # created again, which the driver has not noticed yet
+        elif partition.generation == generation == generations.get(partition.topic, 0):
+            found[label] = firsts.get((partition.topic, partition.partition), LATER)
+        else:
+            found[label] = LATER
+    return found
 
 
 def lost_offsets(partition: str, wanted: tuple[int, int], before: int, after: int) -> Iterator[LostOffsets]:

@@ -63,10 +63,7 @@ class GrepFeeds:
     """Limit of how far back a search may go."""
 
     async def open(self, request: GrepRequest) -> GrepFeed | NewestFeed:
-        """Register and lease the search, request the past that it needs, and find the start.
-
-        All errors of the request are raised here, before the first frame.
-        """
+        """Register and lease the search and find its start; all errors of the request are raised here."""
         request = await self._resume_client(request)
         floor_ms = self._floor_ms(request)
         wanted = request.search.topic_filter()
@@ -120,7 +117,6 @@ class SearchHistory:
     lease: SearchLease
 
     async def stretches(self) -> tuple[list[Stretch], set[int]]:
-        """Return the stretches in the order of their requests, and the numbers of those scanned."""
         return await self.feeds.searches.stretches(self.life)
 
     async def stretch(self, part: int) -> tuple[Stretch, bool]:
@@ -259,7 +255,6 @@ class GrepFeed:
 
     @property
     def cursor(self) -> str:
-        """Cursor after the last frame."""
         return self._window.cursor
 
     async def aclose(self) -> None:
@@ -271,10 +266,7 @@ class GrepFeed:
                 await self._keep("", at_last=True)
         await self._lease.give_up()
 
-    def __aiter__(self) -> AsyncIterator[Sequence[AnyFrame]]:
-        return self._batches()
-
-    async def _batches(self) -> AsyncIterator[Sequence[AnyFrame]]:
+    async def __aiter__(self) -> AsyncIterator[Sequence[AnyFrame]]:
         while not self._ended:
             before = self.cursor if self._request.client is not None else ""
             if frames := await self._next():
@@ -372,17 +364,14 @@ class GrepFeed:
     async def _wait(self) -> list[AnyFrame]:
         # Once the feed has caught up, only the hub wakes it: thousands of waiting feeds must cost nothing.
         settled = self._part == LIVE and self._at_ends and self._caught_up and self._request.until_ms is None
+        # The pause is short at first, so that short scans show their end at once.
+        pause_s = min(WAIT_S, max(LEAST_WAIT_S, (self._feeds.clock() - self._opened_ms) / 10_000))
         with suppress(TimeoutError):
-            async with asyncio.timeout(None if settled else self._pause_s()):
+            async with asyncio.timeout(None if settled else pause_s):
                 await self._wake.wait()
         if self._part == LIVE or self._progress is None:
             return []
         return await self._history.progress(self._progress, self.cursor)
-
-    def _pause_s(self) -> float:
-        """Return the pause before the next check: short at first, so that short scans show their end at once."""
-        waited_s = (self._feeds.clock() - self._opened_ms) / 1000
-        return min(WAIT_S, max(LEAST_WAIT_S, waited_s / 10))
 
     async def _enter(self, part: int, position: Position) -> None:
         await self._following.aclose()
@@ -460,8 +449,7 @@ class NewestFeed:
             if reached_ms <= self._floor_ms:
                 return self._floor_ms
             ages = (self._now_ms - age_ms for age_ms in AGES_MS)
-            floor_ms = self._floor_ms
-            self._tried_ms = next((since_ms for since_ms in ages if floor_ms < since_ms < reached_ms), floor_ms)
+            self._tried_ms = max(self._floor_ms, next((since_ms for since_ms in ages if since_ms < reached_ms), 0))
             await self._history.request_past(self._tried_ms)
 
     async def _times(self, stretches: Sequence[Stretch], since_ms: int) -> list[int]:

@@ -219,12 +219,9 @@ class Payloads:
         shelf: str,
         ahead: Callable[[], Iterable[int]] = tuple,
     ) -> Mapping[int, bytes]:
-        """Return the frames of records of one partition by offset, without those that are gone.
+        """Return the frames of records of one partition by ascending offset, without those that are gone.
 
-        Args:
-            offsets: In ascending order.
-            shelf: The stream of kept records that may have them.
-            ahead: Returns the offsets that the caller will want next; they are fetched along.
+        ``shelf`` is the stream of kept records that may have them; ``ahead`` returns the offsets to fetch along.
         """
         label = str(partition)
         found = self._remembered(label, offsets)
@@ -291,16 +288,13 @@ class Payloads:
             self._order.append((label, list(new), size))
             self._size += size
         while self._size > self.memory_bytes and self._order:
-            self._forget(*self._order.popleft())
+            oldest, offsets, size = self._order.popleft()
+            self._size -= size
+            for offset in offsets:
+                del self._memory[oldest][offset]
+            if not self._memory[oldest]:
+                del self._memory[oldest]
         return found
-
-    def _forget(self, label: str, offsets: Sequence[int], size: int) -> None:
-        self._size -= size
-        memory = self._memory[label]
-        for offset in offsets:
-            del memory[offset]
-        if not memory:
-            del self._memory[label]
 
     async def _fetched(self, partition: Partition, offsets: Sequence[int]) -> Run | None:
         found = await self._consumers.run(lambda consumer: _messages(consumer, partition, offsets))

@@ -59,7 +59,7 @@ class Search(msgspec.Struct, frozen=True):
         return TopicFilter(self.topics, self.within)
 
     def narrowed(self, within: str) -> Search:
-        """Return the search restricted to topics that match an expression; TopicForbidden if it names another one."""
+        """Return the search restricted to an expression of topics, empty for all; TopicForbidden if it names others."""
         allowed = TopicFilter(within)
         for name in () if isinstance(self.topics, str) else self.topics:
             if name not in allowed:
@@ -197,7 +197,7 @@ class SearchCursor(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> SearchCursor:
-        """Parse the text of a cursor; raise CursorError if it is none."""
+        """Read what ``str`` wrote; CursorError for other text."""
         match = _CURSOR.fullmatch(text.strip())
         if match is None:
             raise CursorError(f"cannot read cursor {text[:80]!r}: expected the id of an event of this search")
@@ -205,8 +205,6 @@ class SearchCursor(msgspec.Struct, frozen=True):
 
 
 class GrepRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request for a feed of one search."""
-
     search: Search
     start: FromStart | FromEnd | FromLast | FromTime | SearchCursor
     since_ms: int | None = None

@@ -102,7 +102,7 @@ class GrepService(LogService):
         return await self.searches.figures()
 
     async def status(self) -> dict[str, Any]:
-        return {"searches": await self.searches.figures()}
+        return {"searches": await self.figures()}
 
 
 async def _grep(service: Here) -> GrepService:
@@ -145,8 +145,7 @@ def _follow(
     last_event_id: str | None,
 ) -> Response:
     within = topics_of(grep.settings, request)
-    search = make_search(parameters.topics, query, key, grep.settings.query_limits)
-    search = search.narrowed(within) if within else search
+    search = make_search(parameters.topics, query, key, grep.settings.query_limits).narrowed(within)
     wanted = make_grep_request(search, parameters, now_ms=now_ms(), last_event_id=last_event_id)
     return answer_feed(request, grep.service, wanted, parameters.format, lambda wanted: grep.feeds.open(wanted))
 
@@ -175,7 +174,10 @@ async def searches(grep: GrepHere, parameters: PageParameters) -> SearchesPage:
 @routes.get("/v1/grep/searches/{id}", 400, 404, 503)
 async def one_search(grep: GrepHere, id: SearchId, parameters: SearchParameters) -> SearchDetails:
     """Show a search that is alive, with the connections that follow it."""
-    return await show_search(grep, id, parameters.limit)
+    found = await _read_searches(grep, [id])
+    if not found:
+        raise SearchNotFound(id)
+    return SearchDetails(**msgspec.structs.asdict(found[0]), connections=await _connections(grep, id, parameters.limit))
 
 
 @routes.route("DELETE", "/v1/grep/searches/{id}", 400, 404, 409, 503)
@@ -193,8 +195,7 @@ def explain(body: ExplainBody, limits: QueryLimits, within: str = "") -> SearchE
 
     A sample is a frame of a feed, with ``data`` and its other members, or a bare value.
     """
-    search = make_search(body.topics, body.q, body.key, limits)
-    search = search.narrowed(within) if within else search
+    search = make_search(body.topics, body.q, body.key, limits).narrowed(within)
     compiled = search.compiled()
     samples: list[SampleResult] = []
     for sample in body.samples:
@@ -203,13 +204,6 @@ def explain(body: ExplainBody, limits: QueryLimits, within: str = "") -> SearchE
         samples.append(SampleResult(found.matched, found))
     topics = search.topics if isinstance(search.topics, str) else list(search.topics)
     return SearchExplanation(id=search.id, topics=topics, canonical=compiled.canonical, samples=samples)
-
-
-async def show_search(grep: GrepService, search: str, limit: int) -> SearchDetails:
-    found = await _read_searches(grep, [search])
-    if not found:
-        raise SearchNotFound(search)
-    return SearchDetails(**msgspec.structs.asdict(found[0]), connections=await _connections(grep, search, limit))
 
 
 async def _read_searches(grep: GrepService, ids: Sequence[str]) -> list[SearchStatus]:

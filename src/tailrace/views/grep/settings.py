@@ -23,8 +23,6 @@ from tailrace.config.values import (
 
 
 class GrepSettings(Section):
-    """The section ``[grep]``."""
-
     keep: Annotated[Delay, durations("1m", "365d")] = timedelta(days=1)
     idle: CountOrZero = 100
     keep_popular: Annotated[Delay, durations(most="365d")] = timedelta(days=7)

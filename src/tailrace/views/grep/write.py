@@ -40,15 +40,10 @@ class SearchSet:
     """Searches that are matched together: those over one topic, or those of a chunk."""
 
     def __init__(self, lives: Sequence[SearchLife]) -> None:
-        self._set = FilterSet()
-        self._names: dict[int, str] = {}
-        self._queries: dict[int, Query] = {}
-        self._asks_record = False
-        for name, life in {life.name: life for life in lives}.items():
-            query = life.search.compiled()
-            number = self._set.add(query)
-            self._names[number], self._queries[number] = name, query
-            self._asks_record |= query.asks_record
+        queries = {life.name: life.search.compiled() for life in lives}
+        # The set numbers its queries in their order.
+        self._names, self._queries, self._set = list(queries), list(queries.values()), FilterSet(queries.values())
+        self._asks_record = any(query.asks_record for query in self._queries)
         self._read = document_reader(self._set.fields())
 
     def find(self, records: Slice) -> dict[str, list[int]]:
@@ -57,7 +52,7 @@ class SearchSet:
         if not self._names:
             return found
         if len(self._queries) == 1:
-            return self._find_one(records, *self._queries.items())
+            return self._find_one(records, self._queries[0])
         names, match, read = self._names, self._set.match, self._read
         for i, value in enumerate(records.values):
             if value is None or (records.poison and i in records.poison):
@@ -70,16 +65,11 @@ class SearchSet:
             else:
                 numbers = match(document, record)
             for number in numbers:
-                rows = found.get(names[number])
-                if rows is None:
-                    found[names[number]] = [i]
-                else:
-                    rows.append(i)
+                found.setdefault(names[number], []).append(i)
         return found
 
-    def _find_one(self, records: Slice, numbered: tuple[int, Query]) -> dict[str, list[int]]:
+    def _find_one(self, records: Slice, query: Query) -> dict[str, list[int]]:
         """Match a single search, without the cost of the index."""
-        number, query = numbered
         matches, read, poison, asks_record = query.matches, self._read, records.poison, self._asks_record
         rows: list[int] = []
         for i, value in enumerate(records.values):
@@ -90,22 +80,20 @@ class SearchSet:
                     rows.append(i)
             except (ValueError, RecursionError):
                 continue  # a number out of range, in a field that the query reads
-        return {self._names[number]: rows} if rows else {}
+        return {self._names[0]: rows} if rows else {}
 
     def _one_by_one(self, value: bytes, record: Record | None) -> Iterator[int]:
         """Match each search by itself against a value with a number out of range.
 
         Searches that do not read that field can still match.
         """
-        for number, query in self._queries.items():
+        for number, query in enumerate(self._queries):
             with suppress(ValueError, RecursionError):
                 if query.matches(document_reader(query.fields())(value), record):
                     yield number
 
 
 class GrepPlan(msgspec.Struct, frozen=True):
-    """The settings that tasks need to write matches."""
-
     future_ms: int = 600_000
     """Longest distance of a bucket from the store's clock."""
     kept_bytes: int = 0
@@ -152,7 +140,6 @@ class GrepWriter(Writer):
             keep_records(shards, kept, self._kept_bytes)
 
     def over(self, topic: str) -> SearchSet:
-        """Return the searches over a topic."""
         searches = self._by_topic.get(topic)
         if searches is None:
             lives = [self._registry.lives[name] for name, topics in self._topics.items() if topic in topics]
