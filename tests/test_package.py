@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 import sys
@@ -91,7 +90,6 @@ def test_no_source_file_is_longer_than_can_be_read_at_once() -> None:
 def test_no_two_public_classes_share_a_name() -> None:
     homes: dict[str, list[str]] = {}
     for path in SOURCE.rglob("*.py"):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                homes.setdefault(node.name, []).append(str(path.relative_to(SOURCE)))
+        for name in re.findall(r"^class ([A-Z]\w*)", path.read_text(), re.MULTILINE):
+            homes.setdefault(name, []).append(str(path.relative_to(SOURCE)))
     assert not {name: paths for name, paths in homes.items() if len(paths) > 1}

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import pytest
 
 from tailrace.driver.crew import read_done
-from tailrace.driver.shift import Answer
+from tailrace.driver.shift import RollAnswer
 from tailrace.log.event import Partition
 from tailrace.valkey.shards import Shards, StoreOptions, prepare
 
@@ -59,12 +59,12 @@ class Rota:
         gave: Iterable[Partition] = (),
         done: Mapping[Partition, int] | None = None,
         epoch: int = EPOCH,
-    ) -> Answer:
+    ) -> RollAnswer:
         given = [str(each) for each in gave]
         progress = [part for each, offset in (done or {}).items() for part in (str(each), offset)]
         flags = int(ready), int(leaving), int(waiting)
         arguments = ["days", epoch, hand, token, seen, *flags, "{}", len(given), *given, *progress]
-        return Answer.read(self.shards.call(0, "roll", *arguments))
+        return RollAnswer.read(self.shards.call(0, "roll", *arguments))
 
 
 @pytest.fixture

@@ -85,7 +85,7 @@ class ShiftEnd(NamedTuple):
     error: TailraceError | None = None
 
 
-class Answer(NamedTuple):
+class RollAnswer(NamedTuple):
     """The answer to a roll; ``partitions`` is None when the hand knows them."""
 
     verdict: str
@@ -96,7 +96,7 @@ class Answer(NamedTuple):
     partitions: frozenset[Partition] | None = None
 
     @classmethod
-    def read(cls, answer: Sequence[Any]) -> Answer:
+    def read(cls, answer: Sequence[Any]) -> RollAnswer:
         verdict = answer[0].decode()
         if len(answer) < 3:
             return cls(verdict, *(each.decode() for each in answer[1:]))
@@ -196,7 +196,7 @@ class Hand:
 
     # What the hand reads.
 
-    def _roll(self, *, ready: bool = False, leaving: bool = False, gave: Iterable[Partition] = ()) -> Answer:
+    def _roll(self, *, ready: bool = False, leaving: bool = False, gave: Iterable[Partition] = ()) -> RollAnswer:
         shift, report = self._shift, self._report
         report.partitions = len(self._held)
         report.take_ms = sorted(self._takes)[len(self._takes) * 99 // 100] * 1000 if self._takes else 0.0
@@ -206,7 +206,7 @@ class Hand:
         text = _encode(report) if changed or given or self._reports else b""
         arguments = [shift.rota, shift.plan.epoch, shift.hand, self._token, self._version, *flags, text, len(given)]
         progress = [part for partition, done in changed.items() for part in (str(partition), done)]
-        answer = Answer.read(self._shards.call(0, "roll", *arguments, *given, *progress))
+        answer = RollAnswer.read(self._shards.call(0, "roll", *arguments, *given, *progress))
         self._changed.clear()
         self._reports = False
         if answer.partitions is not None:
