@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.driver.watermark import KEPT, Course
+from tailrace.driver.watermark import KEPT, NEVER, Course
 from tailrace.log.event import Partition
 
 A, B = Partition("a", 0), Partition("b", 0)
@@ -73,19 +73,33 @@ def test_by_events_time_stands_at_the_records_while_there_are_more_and_then_goes
     assert course.by_event([A, B]) == 3_700
 
 
+def test_a_partition_without_a_leader_stops_its_own_time_alone() -> None:
+    course = Course({A: 10, B: 10})
+    course.passed({B: (300, 9)})
+    course.listed(5_000, {A: 10, B: NEVER})
+    assert (course.by_arrival([A]), course.by_arrival([A, B]), course.by_arrival([B])) == (5_000, 300, 300)
+    course.listed(6_000, {A: 10, B: 10})
+    assert course.by_arrival([A, B]) == 6_000
+
+
+STEPS = ["write a", "write b", "list", "list without b", "apply a", "apply b"]
+
+
 @given(st.data())
 def test_nothing_that_is_still_to_be_applied_lies_before_the_watermark(data: st.DataObject) -> None:
     """Sources are written at the pace of a clock, listed now and then, and applied in batches, in any order."""
     clock, course = 0, Course({A: 0, B: 0})
     written: dict[Partition, list[int]] = {A: [], B: []}
     done = {A: 0, B: 0}
-    for step in data.draw(st.lists(st.sampled_from(["write a", "write b", "list", "apply a", "apply b"]), max_size=80)):
+    for step in data.draw(st.lists(st.sampled_from(STEPS), max_size=80)):
         clock += data.draw(st.integers(1, 50))
         source = A if step.endswith("a") else B
         if step.startswith("write"):
             written[source].append(clock)
         elif step == "list":
             course.listed(clock, {s: len(times) for s, times in written.items()})
+        elif step == "list without b":
+            course.listed(clock, {A: len(written[A]), B: NEVER})
         elif done[source] < len(written[source]):
             done[source] = data.draw(st.integers(done[source] + 1, len(written[source])))
             course.passed({source: (written[source][done[source] - 1], done[source] - 1)})

@@ -141,7 +141,7 @@ class Driver:
                 view.prepare(start)
             topics = self._broker.topics()
             generations = self._adopt(shards, topics)
-            bounds = self._broker.bounds(topics.values())
+            bounds = self._broker.bounds(self._broker.led(topics.values()))
             for view in views:
                 view.begin(start, generations, bounds)
             rota = Rota(start, views, self._broker, topics, generations)
@@ -284,8 +284,9 @@ class Rota:
         for each in new:
             numbers.setdefault(each.topic, []).append(each.partition)
         wanted = {name: Topic(name, topics[name].id, tuple(sorted(of_it))) for name, of_it in numbers.items()}
-        starts, lost = self.starts(wanted, self._broker.bounds(wanted.values()))
-        self.crew.assign(starts, list(gone))
+        starts, lost = self.starts(wanted, self._broker.bounds(self._broker.led(wanted.values())))
+        if starts or gone:
+            self.crew.assign(starts, list(gone))
         return lost
 
     def given_up(self, errors: Mapping[Partition, str]) -> None:

@@ -20,6 +20,8 @@ import msgspec
 from tailrace.kafka.broker import Broker, Topic
 from tailrace.log.event import Partition
 
+NEVER = 1 << 62
+"""End of a partition that has no leader: nobody knows what it still has to deliver, so it passes no time."""
 KEPT = 64
 """Listings that are remembered: a hand that is behind by more than so many is judged by the times of its records."""
 
@@ -174,16 +176,18 @@ class Timing:
             return partitions, {partition: ms for partition, ms in found if ms is not None}
 
     def ask(self) -> dict[Partition, int]:
-        """Ask Kafka where the topics end, and return it.
+        """Ask Kafka where the topics end, and return it; partitions without a leader are left out, and stop time.
 
         Raises:
             BrokerUnavailable: It does not say.
         """
         clock_ms = round(time.time() * 1000)
-        asked = self._broker.ends(self._topics.values())
-        ends = {Partition(t, p, self._generations.get(t, 0)): end for (t, p), end in asked.items()}
+        topics = list(self._topics.values())
+        listed = [Partition(t.name, p, self._generations.get(t.name, 0)) for t in topics for p in t.partitions]
+        asked = self._broker.ends(self._broker.led(topics))
+        ends = {each: end for each in listed if (end := asked.get((each.topic, each.partition))) is not None}
         with self._lock:
-            self._course.listed(clock_ms, ends)
+            self._course.listed(clock_ms, dict.fromkeys(listed, NEVER) | ends)
         return ends
 
     def everywhere(self) -> int | None:

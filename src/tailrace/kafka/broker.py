@@ -63,18 +63,34 @@ class Broker:
         with settings_checked():
             self._admin = AdminClient(client_properties(settings) | {"socket.timeout.ms": 10_000})
         self._is_read = topic_test(settings)
+        self._leaderless: set[tuple[str, int]] = set()
+        """Partitions without a leader when the topics were last listed."""
 
     def topics(self) -> dict[str, Topic]:
         """Return the topics that the pipeline reads."""
         try:
             listed = self._admin.list_topics(timeout=ANSWER_S).topics
             names = [name for name in listed if self._is_read(name)]
+            leaders = {(name, p.id): p.leader for name in names for p in listed[name].partitions.values()}
+            self._leaderless = {each for each, leader in leaders.items() if leader < 0}
             if not names:
                 return {}
             answers = self._admin.describe_topics(TopicCollection(names), request_timeout=ANSWER_S)
             return {name: topic for name, answer in answers.items() if (topic := _described(name, answer)) is not None}
         except KafkaException as error:
             raise BrokerUnavailable(f"kafka does not answer: {error}; is kafka.bootstrap right?") from error
+
+    def led(self, topics: Iterable[Topic]) -> list[Topic]:
+        """Return the topics without the partitions that had no leader when ``topics`` listed them.
+
+        The broker answers no question about offsets in which one of those is.
+        """
+        return [
+            msgspec.structs.replace(
+                topic, partitions=tuple(p for p in topic.partitions if (topic.name, p) not in self._leaderless)
+            )
+            for topic in topics
+        ]
 
     def topic(self, name: str) -> Topic | None:
         """Return a topic, whether or not the pipeline reads it; None if it does not exist."""

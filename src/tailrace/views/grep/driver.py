@@ -445,7 +445,7 @@ def first_offsets(
     [known] = shards.run_all([(0, ("HGETALL", shards.keys.topics()))])
     stored = read_generations(known)
     wanted = {partition.topic for partition in partitions.values()}
-    firsts = broker.firsts([topic for name, topic in topics.items() if name in wanted])
+    firsts = broker.firsts(broker.led(topic for name, topic in topics.items() if name in wanted))
     found: dict[str, int] = {}
     for label, partition in partitions.items():
         topic = topics.get(partition.topic)
