@@ -27,8 +27,7 @@ from tailrace.errors import (
 from tailrace.log.segment import PACKED
 from tailrace.log.store import LogRegistry
 from tailrace.testing.fixtures import end_spark
-from tailrace.testing.installation import wait_for
-from tailrace.testing.spark import QUICK_JAVA
+from tailrace.testing.installation import QUICK_JAVA, wait_for
 from tailrace.upkeep import pack, sweep
 from tailrace.upkeep.job import ScheduledJob, Scope, Throttle, find_view, matcher, now_ms, run_job
 from tailrace.upkeep.loop import JobLoop

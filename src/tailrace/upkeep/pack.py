@@ -23,13 +23,14 @@ from functools import partial
 import msgspec
 
 from tailrace.config.settings import Settings
+from tailrace.config.values import milliseconds
 from tailrace.errors import StoreError, TailraceError
 from tailrace.log.pack import digest, pack, pieces
 from tailrace.log.run import NumberedRun, encode
 from tailrace.log.segment import DAY_MS, PACKED, SEALED, Log, Segment
 from tailrace.log.store import PAGE, LogRegistry, PackedPiece, StagedSegment, Staging
 from tailrace.upkeep.examine import read_segment
-from tailrace.upkeep.job import EVERYTHING, LATER, JobLease, Scope, Throttle, buckets_of, failpoint, milliseconds
+from tailrace.upkeep.job import EVERYTHING, LATER, JobLease, Scope, Throttle, buckets_of, failpoint
 from tailrace.upkeep.spark import Spread, step_back
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.view import View

@@ -14,10 +14,11 @@ from itertools import takewhile
 import msgspec
 
 from tailrace.config.settings import Settings
+from tailrace.config.values import milliseconds
 from tailrace.errors import StoreError
 from tailrace.log.segment import Log, Segment
 from tailrace.log.store import EXPIRE_AT_ONCE, ExpiredCounts, LogRegistry, Staging
-from tailrace.upkeep.job import EVERYTHING, LATER, JobLease, Scope, buckets_of, milliseconds
+from tailrace.upkeep.job import EVERYTHING, LATER, JobLease, Scope, buckets_of
 from tailrace.valkey.shards import Shards
 from tailrace.view import View
 

@@ -34,8 +34,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tailrace.config.settings import Settings
+from tailrace.config.values import milliseconds
 from tailrace.log.cursor import EntryId, id_text, parse_id
-from tailrace.upkeep.job import Facts, JobLease, Jobs, ScheduledJob, Scope, Stopped, Work, milliseconds, run_job
+from tailrace.upkeep.job import Facts, JobLease, Jobs, ScheduledJob, Scope, Stopped, Work, run_job
 from tailrace.upkeep.sweep import compare_clocks
 from tailrace.valkey.marks import NOTHING
 from tailrace.valkey.shards import Arg, Keyed, Shards, StoreOptions, mapping, translated
