@@ -429,14 +429,8 @@ class Connection:
             yield page
 
     async def _listed(
-        self,
-        path: str,
-        kind: type[P],
-        rows: Callable[[P], list[R]],
-        limit: int | None,
-        prefix: str | None = None,
+        self, path: str, kind: type[P], rows: Callable[[P], list[R]], limit: int | None, prefix: str | None = None
     ) -> list[R]:
-        """Return up to ``limit`` rows of a list."""
         found: list[R] = []
         async for page in self._pages(path, kind, limit, prefix):
             found += rows(page)
@@ -528,7 +522,6 @@ def failure(problem: dict[str, Any], status: int = 0) -> TailraceError:
 
 
 def error_of(status: int, body: bytes) -> TailraceError:
-    """Return the error of an answer with a status of 400 or more."""
     try:
         problem = _decode_object(body)
     except (msgspec.DecodeError, UnicodeDecodeError):

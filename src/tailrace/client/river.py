@@ -55,14 +55,7 @@ from tailrace.api.requests import (
     StreamsFeedParameters,
     TagsFeedParameters,
 )
-from tailrace.client.connection import (
-    LONGEST_SEARCH,
-    Connection,
-    Feed,
-    FeedKeywords,
-    as_segment,
-    document_of,
-)
+from tailrace.client.connection import LONGEST_SEARCH, Connection, Feed, FeedKeywords, as_segment, document_of
 from tailrace.errors import BadRequest
 
 BATCH_EVENTS = 1_000

@@ -287,7 +287,6 @@ class FilterSet:
         return len(self._by_number)
 
     def add(self, query: Query | dict[str, Any]) -> int:
-        """Add a query and return its number."""
         compiled = query if isinstance(query, Query) else compile_query(query)
         standing = self._distinct.get(compiled)
         if standing is None:

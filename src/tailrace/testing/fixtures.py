@@ -238,7 +238,6 @@ def spark(quick_spark: None) -> Any:
 
 
 def end_spark() -> None:
-    """End the Spark of this process, if there is one."""
     if _sparks:
         end_session(_sparks.pop())
         _sparks.clear()

@@ -130,6 +130,10 @@ class CommandProcess:
         self._process.wait_ready()
         return self
 
+    def kill(self) -> None:
+        """End it as ``kill -9`` does."""
+        self.process.kill()
+
     @property
     def process(self) -> Process:
         assert self._process is not None
@@ -186,7 +190,6 @@ class PipelineProcess(CommandProcess):
         wait_for("the end of what the driver started", lambda: not any(map(lives, family)), 20)
 
     def wait_end(self, timeout: float = 60) -> int:
-        """Wait for the process to end; return its exit code."""
         assert self.process.wait(timeout), f"still running after {timeout:g} s:\n{tail(self._part.log)}"
         assert self.exit_code is not None
         return self.exit_code
@@ -271,10 +274,6 @@ class ServiceProcess(CommandProcess):
         at = {"valkey__url": store.url, "valkey__prefix": store.prefix, "kafka__bootstrap": NO_BROKER, **settings}
         env = {"TAILRACE_CONFIG": os.devnull} | {f"TAILRACE_{key.upper()}": str(value) for key, value in at.items()}
         super().__init__(name, ("serve", "--port", str(self.port)), folder, env, ready=self._answers)
-
-    def kill(self) -> None:
-        """End it as ``kill -9`` does."""
-        self.process.kill()
 
     def stop(self) -> None:
         self.process.stop()

@@ -212,8 +212,6 @@ class RebuildStart(msgspec.Struct, frozen=True):
 
 
 class RebuildPlan(msgspec.Struct, frozen=True):
-    """Input of the tasks of a rebuild."""
-
     work: Assignment
     start: RebuildStart
     token: int

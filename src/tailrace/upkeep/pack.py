@@ -66,7 +66,6 @@ class PackRules(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, settings: Settings, view: View) -> PackRules:
-        """Return the rules that the configuration has for a view."""
         u = settings.upkeep
         after_ms = milliseconds(buckets_of(settings, view).pack_after)
         events = view.piece_events or UNLIMITED
@@ -439,8 +438,6 @@ class PackPlan(msgspec.Struct, frozen=True):
 
 
 class Share(msgspec.Struct, frozen=True):
-    """The result of one task."""
-
     outcome: PackOutcome
     error: TailraceError | None = None
     """The error that ended it early."""

@@ -37,7 +37,6 @@ class SweepRules(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, settings: Settings, view: View) -> SweepRules:
-        """Return the rules that the configuration has for a view."""
         return cls(buckets_of(settings, view).keep_of, milliseconds(settings.upkeep.remember))
 
 

@@ -82,12 +82,7 @@ def known_rules(settings: Settings) -> dict[str, Rule]:
 
 
 def tune(
-    settings: Settings,
-    name: str,
-    *,
-    since_ms: int,
-    quiets_ms: Sequence[int] = (),
-    spark: Any = None,
+    settings: Settings, name: str, *, since_ms: int, quiets_ms: Sequence[int] = (), spark: Any = None
 ) -> TuneResult:
     """Fold a rule's past with several windows; without a ``spark`` session one is started and stopped.
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from datetime import timedelta
 from heapq import heapify, heapreplace
 from typing import Any, NamedTuple
@@ -93,11 +94,8 @@ def session_jobs(settings: Settings) -> Jobs:
 
 def _has_sessions(settings: Settings) -> bool:
     """Return whether any program wrote sessions with Tailrace, without the pipeline."""
-    shards = Shards(StoreOptions.of(settings.valkey))
-    try:
+    with closing(Shards(StoreOptions.of(settings.valkey))) as shards:
         return bool(shards.run_key("EXISTS", shards.keys.sessions()))
-    finally:
-        shards.close()
 
 
 class _SessionJob:

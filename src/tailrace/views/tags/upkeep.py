@@ -116,8 +116,6 @@ class TagErasure(msgspec.Struct, frozen=True):
 
 
 class SourceEvents(msgspec.Struct):
-    """The events of a source in a tag."""
-
     marks: Mapping[Partition, int]
     """Marks of the tag's shard; events beyond them are not erased."""
     places: set[int] = set()
