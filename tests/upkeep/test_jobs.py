@@ -140,7 +140,7 @@ def test_workers_that_are_killed_lose_nothing(store: StoreOptions, spread: Sprea
         wait_for("something packed", lambda: _packed(store))
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
-                if "tailrace.cli.worker" in process.cmdline() and not process.children():
+                if "tailrace.worker" in process.cmdline() and not process.children():
                     process.kill()
                     killed.append(process.pid)
 

@@ -1,4 +1,4 @@
-"""Compiled queries at work: many at once, and on values that are not decoded yet.
+"""Filters made of queries: many queries for one document, and one query for many values that are not decoded yet.
 
     FilterSet    many queries, one document: which of them match?
     ValueFilter  one query, many values as bytes

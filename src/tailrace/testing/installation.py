@@ -215,7 +215,7 @@ def lives(process: psutil.Process) -> bool:
 
 def _is_python_of_spark(process: psutil.Process | None) -> bool:
     # Spark's own command names the module too, among its settings.
-    return "-m tailrace.cli.worker" in _command(process)
+    return "-m tailrace.worker" in _command(process)
 
 
 def _command(process: psutil.Process | None) -> str:

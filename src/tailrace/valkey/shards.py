@@ -1,4 +1,4 @@
-"""Shards of the store: its two clients, and the library of Lua functions.
+"""Clients of Valkey, one that blocks and one for asyncio, which find the node of each shard; and its Lua functions.
 
 A shard is one hash tag, so all its keys are on one node. A client looks up the node of a shard, or of any other key,
 and speaks plain protocol to it, on a single server and in a cluster alike. ``Shards`` blocks, for the pipeline and

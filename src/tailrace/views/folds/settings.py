@@ -1,4 +1,4 @@
-"""The settings of folds: each rule is checked by itself, then all together. See ``store.rule_of``."""
+"""The settings of folds: each rule is checked by itself, then all together."""
 
 from __future__ import annotations
 
