@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.client import answers as sse_reader
-from tailrace.client.answers import SseFrame, SseReader
+from tailrace.client import connection
+from tailrace.client.connection import SseFrame, SseReader
 from tailrace.errors import TooLarge
 
 TEXT = st.text(st.characters(blacklist_characters="\r\n\0", blacklist_categories=["Cs"]), max_size=12)
@@ -78,7 +78,7 @@ def test_fields_are_read_as_the_standard_says() -> None:
 
 
 def test_a_frame_that_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse_reader, "MAX_FRAME_BYTES", 100)
+    monkeypatch.setattr(connection, "MAX_FRAME_BYTES", 100)
     reader = SseReader()
     assert reader.feed(b"data: " + b"x" * 90) == []
     with pytest.raises(TooLarge):

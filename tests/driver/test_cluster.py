@@ -14,8 +14,7 @@ import pytest
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.process import Part, Process, free_port, tail
 from tailrace.embedded.valkey import EmbeddedValkey
-from tailrace.testing.installation import PipelineProcess, wait_for
-from tailrace.testing.spark import QUICK_JAVA
+from tailrace.testing.installation import QUICK_JAVA, PipelineProcess, wait_for
 from tests.faults.rig import Load, LoadedInstallation
 
 

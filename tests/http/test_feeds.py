@@ -13,7 +13,7 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from tailrace.client.answers import SseFrame, SseReader
+from tailrace.client.connection import SseFrame, SseReader
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.http.service import LogService
 from tailrace.log.event import shard_of

@@ -23,7 +23,7 @@ from tailrace.log.event import Partition, name_of_key, shard_of
 from tailrace.log.segment import Log
 from tailrace.log.store import ExpiredCounts, LogRegistry, Staging
 from tailrace.log.timeuuid import ms_of
-from tailrace.testing.spark import QUICK_JAVA
+from tailrace.testing.installation import QUICK_JAVA
 from tailrace.upkeep.audit import Audit, Auditing
 from tailrace.upkeep.copy import History, RebuildPlan, RebuildStart, Restored, SpooledRecord, WantedNames, encode_body
 from tailrace.upkeep.job import LOGS, JobLease, find_view, look_once, run_job

@@ -27,8 +27,7 @@ from tailrace.errors import (
 from tailrace.log.segment import PACKED
 from tailrace.log.store import LogRegistry
 from tailrace.testing.fixtures import end_spark
-from tailrace.testing.installation import wait_for
-from tailrace.testing.spark import QUICK_JAVA
+from tailrace.testing.installation import QUICK_JAVA, wait_for
 from tailrace.upkeep import pack, sweep
 from tailrace.upkeep.job import ScheduledJob, Scope, Throttle, find_view, matcher, now_ms, run_job
 from tailrace.upkeep.loop import JobLoop
@@ -141,7 +140,7 @@ def test_workers_that_are_killed_lose_nothing(store: StoreOptions, spread: Sprea
         wait_for("something packed", lambda: _packed(store))
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
-                if "tailrace.cli.worker" in process.cmdline() and not process.children():
+                if "tailrace.worker" in process.cmdline() and not process.children():
                     process.kill()
                     killed.append(process.pid)
 

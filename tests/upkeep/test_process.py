@@ -20,8 +20,7 @@ import pytest
 from tailrace.embedded.process import free_port
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.log.segment import PACKED
-from tailrace.testing.installation import wait_for
-from tailrace.testing.spark import QUICK_JAVA
+from tailrace.testing.installation import QUICK_JAVA, wait_for
 from tailrace.upkeep.job import FAILPOINT
 from tailrace.upkeep.pack import GROUP_SEGMENTS, STEPS
 from tailrace.valkey.shards import StoreOptions

@@ -90,8 +90,7 @@ def run(
     views: Annotated[
         str | None,
         typer.Option(
-            "--views",
-            help="Only these of the configured views, separated by commas; another process runs the others.",
+            "--views", help="Only these of the configured views, separated by commas; another process runs the others."
         ),
     ] = None,
     config: Config = None,

@@ -15,7 +15,7 @@ from collections import deque
 
 import msgspec
 
-from tailrace.client.answers import failure
+from tailrace.client.connection import failure
 from tailrace.client.river import BATCH_BYTES, River, connect
 from tailrace.errors import EventRefused, UsageError
 

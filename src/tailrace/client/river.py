@@ -27,10 +27,16 @@ from tailrace.api.answers import (
     FoldRule,
     FoldRules,
     FoldWindows,
+    NamedReader,
     PendingGroup,
     PendingPage,
     PutResult,
+    ReadersPage,
+    SearchDetails,
+    SearchEnd,
+    SearchesPage,
     SearchExplanation,
+    SearchStatus,
     SessionRow,
     SessionRows,
     SourcesPage,
@@ -49,14 +55,7 @@ from tailrace.api.requests import (
     StreamsFeedParameters,
     TagsFeedParameters,
 )
-from tailrace.client.connection import (
-    LONGEST_SEARCH,
-    Connection,
-    Feed,
-    FeedKeywords,
-    as_segment,
-    document_of,
-)
+from tailrace.client.connection import LONGEST_SEARCH, Connection, Feed, FeedKeywords, as_segment, document_of
 from tailrace.errors import BadRequest
 
 BATCH_EVENTS = 1_000
@@ -247,6 +246,20 @@ class River(Connection):
         body |= {} if key is None else {"key": _key_text(key)}
         return await self._post("/v1/grep/explain", SearchExplanation, body)
 
+    async def searches(self, limit: int | None = None) -> list[SearchStatus]:
+        """List the searches that are alive, in the order of their ids; so many at most."""
+        return await self._listed("/v1/grep/searches", SearchesPage, lambda page: page.searches, limit)
+
+    async def search(self, id: str) -> SearchDetails:
+        """Return a search that is alive, how much of its past is scanned, and the connections that follow it."""
+        return await self._get(f"/v1/grep/searches/{as_segment(id)}", SearchDetails)
+
+    async def end_search(self, id: str, *, force: bool = False) -> SearchEnd:
+        """End a search and its scans, and delete its matches; with ``force`` also if somebody follows it."""
+        parameters = {"force": "true"} if force else {}
+        answer = await self.call("DELETE", f"/v1/grep/searches/{as_segment(id)}", params=parameters)
+        return msgspec.json.decode(answer, type=SearchEnd)
+
     # Tags.
 
     def tagged(
@@ -283,6 +296,10 @@ class River(Connection):
             if limit is not None and len(found) >= limit:
                 break
         return list(found.values())[:limit]
+
+    async def readers(self) -> list[NamedReader]:
+        """List the readers of tags that have a name, with a warning for each that may miss events dropped soon."""
+        return (await self._get("/v1/tags/readers", ReadersPage)).readers
 
     # Sessions.
 

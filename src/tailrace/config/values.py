@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from copy import deepcopy
 from datetime import timedelta
@@ -71,6 +70,10 @@ def format_duration(value: timedelta) -> str:
         count, rest = divmod(rest, factor)
         text += f"{count}{unit}" if count else ""
     return text or "0s"
+
+
+def milliseconds(duration: timedelta) -> int:
+    return round(duration.total_seconds() * 1000)
 
 
 def parse_size(text: object) -> int:
@@ -135,8 +138,6 @@ def check_pattern(text: object) -> str:
 class Table(Mapping[str, V]):
     """A frozen table. It equals another if keys, values and their types are the same, in the same order."""
 
-    __slots__ = ("_items",)
-
     def __init__(self, items: Mapping[str, V] | None = None) -> None:
         self._items = dict(items or {})
 
@@ -162,9 +163,9 @@ class Table(Mapping[str, V]):
         return dict(self._items)
 
     @classmethod
-    @abstractmethod
-    def read(cls, value: object) -> Self:
-        """Make the table from a mapping, or raise ValueError; each kind of table has its own rule."""
+    def read(cls, value: Any) -> Self:
+        """Make the table from a mapping, which ``entries`` has checked; ValueError if it breaks a rule of its own."""
+        return cls(value)
 
     @classmethod
     def entries(cls) -> Any:
@@ -197,13 +198,11 @@ def _typed(value: object) -> Hashable:
 class Properties(Table[str]):
     """Settings of another program, passed on unchanged; values whose key looks like a secret are never printed."""
 
-    __slots__ = ()
-
     def written(self) -> dict[str, Any]:
         return {key: HIDDEN if _SECRET_KEY.search(key) else value for key, value in self.items()}
 
     @classmethod
-    def read(cls, value: object) -> Self:
+    def read(cls, value: Any) -> Self:
         if not isinstance(value, Mapping) or not all(isinstance(v, str | int | float) for v in value.values()):
             raise ValueError("a table of plain values")
         return cls({str(k): str(v).lower() if isinstance(v, bool) else str(v) for k, v in value.items()})
@@ -226,7 +225,7 @@ class Section(BaseModel):
         return []
 
 
-def _only(is_accepted: Callable[[V], object], wanted: str) -> Callable[[V], V]:
+def only(is_accepted: Callable[[V], object], wanted: str) -> Callable[[V], V]:
     """Return the function that returns a value that passes the test, and refuses others with the text ``wanted``."""
 
     def check(value: V) -> V:
@@ -239,7 +238,7 @@ def _only(is_accepted: Callable[[V], object], wanted: str) -> Callable[[V], V]:
 
 def _between(noun: str, written: Callable[[N], str], least: N, most: N) -> Callable[[N], N]:
     wanted = f"{noun} of {written(least)} to {written(most)}" if least else f"{noun} of at most {written(most)}"
-    return _only(lambda value: least <= value <= most, wanted)
+    return only(lambda value: least <= value <= most, wanted)
 
 
 def _check_duration(least: str, most: str = "36500d") -> Callable[[timedelta], timedelta]:
@@ -295,13 +294,11 @@ def _by_pattern(value: object, wanted: str, read: Callable[[Any], V]) -> dict[st
 class KeepByName(Table[timedelta | None]):
     """Patterns of names in the order in which they are tried, each with its retention; None is for ever."""
 
-    __slots__ = ()
-
     def written(self) -> dict[str, Any]:
         return {pattern: _FOREVER.write(keep) for pattern, keep in self.items()}
 
     @classmethod
-    def read(cls, value: object) -> Self:
+    def read(cls, value: Any) -> Self:
         wanted = 'a table of patterns and durations, such as {"audit/.*" = "forever"}'
         return cls(_by_pattern(value, wanted, _FOREVER.read))
 
@@ -309,10 +306,8 @@ class KeepByName(Table[timedelta | None]):
 class TopicsByUser(Table[str]):
     """Patterns of users in the order in which they are tried, each with the pattern of topics they may search."""
 
-    __slots__ = ()
-
     @classmethod
-    def read(cls, value: object) -> Self:
+    def read(cls, value: Any) -> Self:
         wanted = 'a table of patterns for users and for topics, such as {"anna|ben" = "orders-.*"}'
         table = _by_pattern(value, wanted, check_pattern)
         if empty := [users for users, topics in table.items() if not users or not topics]:
@@ -384,8 +379,8 @@ def as_toml(value: object) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-_topic = _only(_TOPIC.fullmatch, "a topic name of letters, digits, '.', '_' and '-', at most 249")
-value_path: Callable[[str], str] = _only(
+_topic = only(_TOPIC.fullmatch, "a topic name of letters, digits, '.', '_' and '-', at most 249")
+value_path: Callable[[str], str] = only(
     lambda text: all(text.split(".")), 'a dotted path in the value, such as "account.id"'
 )
 """Returns a path in the value of an event, or raises ValueError."""
@@ -406,7 +401,7 @@ Reach = Annotated[
 """A distance into the past; None, written as ``""``, is without limit."""
 Bucket = Annotated[
     Duration,
-    AfterValidator(_only(_is_bucket, 'a length from "1h" to "1d" that divides a day evenly, such as "1h" or "6h"')),
+    AfterValidator(only(_is_bucket, 'a length from "1h" to "1d" that divides a day evenly, such as "1h" or "6h"')),
 ]
 Size = Annotated[int, BeforeValidator(parse_size), sizes("1B"), _as_size]
 SizeOrZero = Annotated[int, BeforeValidator(parse_size), sizes(), _as_size]
@@ -423,27 +418,25 @@ ValuePath = Annotated[str, AfterValidator(value_path)]
 Paths = Annotated[
     tuple[ValuePath, ...],
     BeforeValidator(_patterns),
-    AfterValidator(_only(bool, 'at least one dotted path in the value, such as ["account.id"]')),
+    AfterValidator(only(bool, 'at least one dotted path in the value, such as ["account.id"]')),
 ]
 """Dotted paths in the value, at least one; a single one may be a plain text."""
-Brokers = Annotated[str, AfterValidator(_only(_are_brokers, "host:port, or several with commas between"))]
+Brokers = Annotated[str, AfterValidator(only(_are_brokers, "host:port, or several with commas between"))]
 KafkaProperties = Annotated[Properties, AfterValidator(_kafka_properties)]
 SparkConf = Annotated[Properties, AfterValidator(_spark_conf)]
 ValkeyUrl = Annotated[
-    str, AfterValidator(_only(_is_valkey_url, "valkey://host:port/database (or valkeys://, redis://, rediss://)"))
+    str, AfterValidator(only(_is_valkey_url, "valkey://host:port/database (or valkeys://, redis://, rediss://)"))
 ]
-_View = Annotated[str, AfterValidator(_only(lambda name: name in VIEWS, f"a view: {', '.join(VIEWS)}"))]
+_View = Annotated[str, AfterValidator(only(lambda name: name in VIEWS, f"a view: {', '.join(VIEWS)}"))]
 Views = Annotated[tuple[_View, ...], BeforeValidator(_names), Field(min_length=1)]
 NameRule = Annotated[
-    str | tuple[str, ...], AfterValidator(_only(_is_name_rule, '"key", or a list of dotted paths in the value'))
+    str | tuple[str, ...], AfterValidator(only(_is_name_rule, '"key", or a list of dotted paths in the value'))
 ]
 """``"key"``, or paths in the value."""
 
 
 class Where(Table[Any]):
     """A query that selects events, in the language of ``tailrace.query``; empty for none."""
-
-    __slots__ = ()
 
     def __init__(self, items: Mapping[str, Any] | None = None) -> None:
         super().__init__(deepcopy(dict(items or {})))
@@ -455,7 +448,7 @@ class Where(Table[Any]):
         return deepcopy(self._items)
 
     @classmethod
-    def read(cls, value: object) -> Self:
+    def read(cls, value: Any) -> Self:
         if not isinstance(value, Mapping):
             raise ValueError('a query: a table, such as {"job.state" = "done"}')
         if why := _unwritable(query := dict(value)):

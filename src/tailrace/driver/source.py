@@ -69,7 +69,7 @@ _SETTINGS = {
     "spark.sql.shuffle.partitions": "2",
     "spark.locality.wait": "0",
     "spark.python.worker.reuse": "true",
-    "spark.python.daemon.module": "tailrace.cli.worker",
+    "spark.python.daemon.module": "tailrace.worker",
     "spark.python.worker.faulthandler.enabled": "true",
     "spark.python.unix.domain.socket.enabled": "true",
     "spark.sql.execution.arrow.maxRecordsPerBatch": "10000",

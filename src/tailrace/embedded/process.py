@@ -176,7 +176,6 @@ def is_free(port: int, host: str = HOST) -> bool:
 
 
 def free_port(taken: Iterable[int] = ()) -> int:
-    """Return a free port that is not one of ``taken``."""
     avoided = set(taken)
     for port in random.sample(_RANGE, 200):
         if port not in avoided and is_free(port):
@@ -298,7 +297,6 @@ class EmbeddedServer(ABC):
         self._process.wait_ready(timeout)
 
     def stop(self) -> None:
-        """Stop the server cleanly."""
         if self._process:
             self._process.stop()
 

@@ -21,6 +21,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -92,7 +93,7 @@ def run_stack(
             cassandra = EmbeddedCassandra(folder / "cassandra", chosen["cassandra"], log=_log(folder, "cassandra"))
             servers.append(cassandra.part(events))
             addresses.append(f"  cassandra  {cassandra.address}")
-        address = _reachable(settings.serve.host), port
+        address = {"0.0.0.0": ports.HOST, "::": "::1"}.get(settings.serve.host, settings.serve.host), port
         parts = [*servers, *own_parts(settings, folder, chosen, address, demo=demo)]
         url = f"http://{address[0]}:{port}"
 
@@ -181,19 +182,13 @@ def _streams_listed(address: tuple[str, int]) -> Callable[[], bool]:
 
 def _get(address: tuple[str, int], path: str) -> bytes | None:
     """Return the body of the service's answer; None unless its status is 200."""
-    connection = http.client.HTTPConnection(*address, timeout=2)
-    try:
-        connection.request("GET", path)
-        response = connection.getresponse()
-        return response.read() if response.status == 200 else None
-    except (OSError, http.client.HTTPException):
-        return None
-    finally:
-        connection.close()
-
-
-def _reachable(host: str) -> str:
-    return {"0.0.0.0": ports.HOST, "::": "::1"}.get(host, host)
+    with closing(http.client.HTTPConnection(*address, timeout=2)) as connection:
+        try:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            return response.read() if response.status == 200 else None
+        except (OSError, http.client.HTTPException):
+            return None
 
 
 def _log(folder: Path, name: str) -> Path:

@@ -54,7 +54,6 @@ class EmbeddedValkey(EmbeddedServer):
 
     @property
     def url(self) -> str:
-        """Address for the setting ``valkey.url``."""
         return f"valkey://{self.address}/0"
 
     def part(self) -> Part:

@@ -7,7 +7,7 @@
     tree        and, or, not; the canonical form; what a document needs to match
     expression  ``$expr``
     parse       from JSON to a compiled query; all refusals and limits
-    filters     compiled queries at work: many at once, and on encoded values
+    filters     many queries for one document, and one query for many encoded values
 """
 
 from tailrace.api.answers import Explanation

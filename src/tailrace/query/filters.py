@@ -1,4 +1,4 @@
-"""Compiled queries at work: many at once, and on values that are not decoded yet.
+"""Filters made of queries: many queries for one document, and one query for many values that are not decoded yet.
 
     FilterSet    many queries, one document: which of them match?
     ValueFilter  one query, many values as bytes
@@ -287,7 +287,6 @@ class FilterSet:
         return len(self._by_number)
 
     def add(self, query: Query | dict[str, Any]) -> int:
-        """Add a query and return its number."""
         compiled = query if isinstance(query, Query) else compile_query(query)
         standing = self._distinct.get(compiled)
         if standing is None:

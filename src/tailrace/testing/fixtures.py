@@ -14,12 +14,17 @@ import fcntl
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
+from hashlib import sha256
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
+from shlex import quote
 from typing import Any, TypeVar
 
 import msgspec
@@ -28,10 +33,11 @@ import pytest
 from tailrace.config.settings import load
 from tailrace.driver.source import session as begin_session
 from tailrace.embedded.cassandra import EmbeddedCassandra
-from tailrace.embedded.kafka import EmbeddedKafka
+from tailrace.embedded.jars import cache_folder
+from tailrace.embedded.kafka import EmbeddedKafka, find_java
 from tailrace.embedded.process import EmbeddedServer
 from tailrace.embedded.valkey import EmbeddedValkey, start_cluster
-from tailrace.testing.spark import QUICK_JAVA, use_spark_classes
+from tailrace.testing.installation import QUICK_JAVA
 from tailrace.upkeep.spark import end_session
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.rows import cassandra as schema
@@ -44,6 +50,9 @@ MEMORY = Path("/dev/shm")
 """Folder that Linux keeps in memory: a server that syncs its files before it answers loses no time there."""
 
 _POLL_S = 0.1
+_SPARK_OPTIONS = "SPARK_SUBMIT_OPTS"
+_WRITING_S = 600.0
+"""Nobody writes the file of Spark's classes for longer than this: whoever began has died."""
 
 _numbers = count()
 _sparks: list[Any] = []
@@ -167,19 +176,21 @@ def servers(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactor
     return made
 
 
-def _valkey(servers: SharedServers, name: str, binary: Path | None = None) -> EmbeddedValkey:
-    def start(folder: Path) -> Sequence[EmbeddedValkey]:
-        server = EmbeddedValkey(folder, binary=binary)
-        server.start(60)
+def _single(servers: SharedServers, name: str, server_at: Callable[..., S], start_timeout: float) -> S:
+    """Return the shared server of this name; ``server_at`` makes one of a folder, and of a port where it runs."""
+
+    def start(folder: Path) -> Sequence[S]:
+        server = server_at(folder)
+        server.start(start_timeout)
         return [server]
 
-    [server] = servers.use(name, start, lambda folder, ports: [EmbeddedValkey(folder, ports[0], binary=binary)])
+    [server] = servers.use(name, start, lambda folder, ports: [server_at(folder, ports[0])])
     return server
 
 
 @pytest.fixture(scope="session")
 def valkey_server(servers: SharedServers) -> EmbeddedValkey:
-    return _valkey(servers, "valkey")
+    return _single(servers, "valkey", EmbeddedValkey, 60)
 
 
 @pytest.fixture(scope="session")
@@ -198,7 +209,7 @@ def redis_server(servers: SharedServers) -> EmbeddedValkey:
     found = shutil.which("redis-server")
     if found is None:
         pytest.skip("there is no redis-server on this machine; .ci/run says how to get one")
-    server = _valkey(servers, "redis", Path(found))
+    server = _single(servers, "redis", partial(EmbeddedValkey, binary=Path(found)), 60)
     with server.client() as client:
         version = str(client.info("server")["redis_version"])
     if int(version.split(".")[0]) < 7:
@@ -227,7 +238,6 @@ def spark(quick_spark: None) -> Any:
 
 
 def end_spark() -> None:
-    """End the Spark of this process, if there is one."""
     if _sparks:
         end_session(_sparks.pop())
         _sparks.clear()
@@ -236,26 +246,13 @@ def end_spark() -> None:
 @pytest.fixture(scope="session")
 def kafka(servers: SharedServers, quick_spark: None) -> EmbeddedKafka:
     """A broker; a Spark that reads it starts sooner."""
-
-    def start(folder: Path) -> Sequence[EmbeddedKafka]:
-        broker = EmbeddedKafka(folder)
-        broker.start(120)
-        return [broker]
-
-    [broker] = servers.use("kafka", start, lambda folder, ports: [EmbeddedKafka(folder, ports[0])])
-    return broker
+    return _single(servers, "kafka", EmbeddedKafka, 120)
 
 
 @pytest.fixture(scope="session")
 def cassandra_server(servers: SharedServers) -> EmbeddedCassandra:
-    def start(folder: Path) -> Sequence[EmbeddedCassandra]:
-        # Hundreds of tests leave a keyspace each, and the node keeps their tables in its heap.
-        node = EmbeddedCassandra(folder, memory="1536m")
-        node.start(180)
-        return [node]
-
-    [node] = servers.use("cassandra", start, lambda folder, ports: [EmbeddedCassandra(folder, ports[0])])
-    return node
+    # Hundreds of tests leave a keyspace each, and the node keeps their tables in its heap.
+    return _single(servers, "cassandra", partial(EmbeddedCassandra, memory="1536m"), 180)
 
 
 @pytest.fixture
@@ -311,3 +308,49 @@ def own_cassandra(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embedded
 def own_rows_store(own_cassandra: EmbeddedCassandra) -> Iterator[CassandraSettings]:
     """A keyspace of the module's own Cassandra, with its tables."""
     yield from _keyspace(own_cassandra)
+
+
+# Spark that starts sooner: its classes, loaded and checked once, are kept in a file that every later JVM maps.
+
+
+def use_spark_classes() -> subprocess.Popen[bytes] | None:
+    """Let all Sparks that this process starts from now on map the file of classes; return the process that writes it.
+
+    A JVM that the file does not fit, or that comes before it is written, starts without it; nothing else changes.
+    """
+    installed = Path(str(find_spec("pyspark").origin))  # type: ignore[union-attr]
+    which = sha256(f"{installed} {installed.stat().st_mtime_ns} {find_java()}".encode()).hexdigest()[:16]
+    folder = cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    file, begun = folder / f"spark-{which}.jsa", folder / f"spark-{which}.begun"
+    os.environ[_SPARK_OPTIONS] = f"{QUICK_JAVA} {quote(f'-XX:SharedArchiveFile={file}')}"
+    if file.exists() or (begun.exists() and time.time() - begun.stat().st_mtime < _WRITING_S):
+        return None
+    begun.touch()
+    command = (sys.executable, "-m", "tailrace.testing.fixtures", str(file))
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def _same(rows: Iterator[Any]) -> Iterator[Any]:
+    yield from rows
+
+
+def _write_spark_classes(file: Path) -> None:
+    """Run jobs of the shapes that the pipeline and upkeep have; the JVM writes the file when it ends."""
+    new = file.with_suffix(f".{os.getpid()}")
+    os.environ[_SPARK_OPTIONS] = f"{QUICK_JAVA} {quote(f'-XX:ArchiveClassesAtExit={new}')}"
+    spark = begin_session(load(Path(os.devnull)), hands=True)
+    spark.sparkContext.parallelize([0], 1).mapPartitions(_same).collect()
+    rows = spark.range(0, 100, 1, 2).selectExpr("id AS offset", "binary('') AS key", "timestamp_millis(id) AS time")
+    rows.mapInArrow(_same, rows.schema).write.format("noop").mode("overwrite").save()
+    jvm = spark.sparkContext._gateway.proc
+    spark.stop()
+    jvm.stdin.close()
+    jvm.wait()
+    if not new.exists():  # a JVM that cannot do that: an empty file says so
+        new.touch()
+    new.replace(file)
+
+
+if __name__ == "__main__":
+    _write_spark_classes(Path(sys.argv[1]))

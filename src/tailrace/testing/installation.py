@@ -27,13 +27,14 @@ from tailrace.config.settings import Settings, load
 from tailrace.embedded.process import HOST, Part, Process, free_port, tail
 from tailrace.errors import StoreChanged, StoreUnavailable
 from tailrace.http.app import Server, create_app, listen
-from tailrace.testing.spark import QUICK_JAVA
 from tailrace.valkey.marks import read_counts
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.views import VIEWS
 
 PATIENCE_S = 90.0
 """Seconds to wait for a condition; the machine may be busy with other things."""
+QUICK_JAVA = "-XX:+UseSerialGC -XX:TieredStopAtLevel=1"
+"""Options of a JVM that starts sooner and never gets fast: right for runs of seconds."""
 NO_BROKER = "127.0.0.1:1"
 """An address at which nobody listens."""
 
@@ -129,6 +130,10 @@ class CommandProcess:
         self._process.wait_ready()
         return self
 
+    def kill(self) -> None:
+        """End it as ``kill -9`` does."""
+        self.process.kill()
+
     @property
     def process(self) -> Process:
         assert self._process is not None
@@ -185,7 +190,6 @@ class PipelineProcess(CommandProcess):
         wait_for("the end of what the driver started", lambda: not any(map(lives, family)), 20)
 
     def wait_end(self, timeout: float = 60) -> int:
-        """Wait for the process to end; return its exit code."""
         assert self.process.wait(timeout), f"still running after {timeout:g} s:\n{tail(self._part.log)}"
         assert self.exit_code is not None
         return self.exit_code
@@ -211,7 +215,7 @@ def lives(process: psutil.Process) -> bool:
 
 def _is_python_of_spark(process: psutil.Process | None) -> bool:
     # Spark's own command names the module too, among its settings.
-    return "-m tailrace.cli.worker" in _command(process)
+    return "-m tailrace.worker" in _command(process)
 
 
 def _command(process: psutil.Process | None) -> str:
@@ -270,10 +274,6 @@ class ServiceProcess(CommandProcess):
         at = {"valkey__url": store.url, "valkey__prefix": store.prefix, "kafka__bootstrap": NO_BROKER, **settings}
         env = {"TAILRACE_CONFIG": os.devnull} | {f"TAILRACE_{key.upper()}": str(value) for key, value in at.items()}
         super().__init__(name, ("serve", "--port", str(self.port)), folder, env, ready=self._answers)
-
-    def kill(self) -> None:
-        """End it as ``kill -9`` does."""
-        self.process.kill()
 
     def stop(self) -> None:
         self.process.stop()

@@ -22,6 +22,7 @@ import msgspec
 import pyarrow as pa
 
 from tailrace.config.settings import Settings
+from tailrace.config.values import milliseconds
 from tailrace.driver.slice import Plan, RangeReader, RecordLimits, Slice, ViewPlan, Writer, make_plan, shared_out
 from tailrace.driver.source import tasks
 from tailrace.errors import BadRequest, PipelineError
@@ -30,7 +31,7 @@ from tailrace.log.event import Headers, Partition
 from tailrace.log.run import Run, TagFields
 from tailrace.log.segment import DAY_MS, day_text
 from tailrace.upkeep.examine import Bounds, Erasures, Examined, ExaminedEntry, Finding, is_erased
-from tailrace.upkeep.job import BucketSettings, matcher, milliseconds
+from tailrace.upkeep.job import BucketSettings, matcher
 from tailrace.upkeep.spark import collect
 from tailrace.valkey.marks import NOTHING, read_generations, read_marks
 from tailrace.valkey.shards import Shards
@@ -211,8 +212,6 @@ class RebuildStart(msgspec.Struct, frozen=True):
 
 
 class RebuildPlan(msgspec.Struct, frozen=True):
-    """Input of the tasks of a rebuild."""
-
     work: Assignment
     start: RebuildStart
     token: int

@@ -91,10 +91,6 @@ def failpoint(step: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def milliseconds(duration: timedelta) -> int:
-    return round(duration.total_seconds() * 1000)
-
-
 def every(name: str) -> bool:
     return True
 

@@ -23,13 +23,14 @@ from functools import partial
 import msgspec
 
 from tailrace.config.settings import Settings
+from tailrace.config.values import milliseconds
 from tailrace.errors import StoreError, TailraceError
 from tailrace.log.pack import digest, pack, pieces
 from tailrace.log.run import NumberedRun, encode
 from tailrace.log.segment import DAY_MS, PACKED, SEALED, Log, Segment
 from tailrace.log.store import PAGE, LogRegistry, PackedPiece, StagedSegment, Staging
 from tailrace.upkeep.examine import read_segment
-from tailrace.upkeep.job import EVERYTHING, LATER, JobLease, Scope, Throttle, buckets_of, failpoint, milliseconds
+from tailrace.upkeep.job import EVERYTHING, LATER, JobLease, Scope, Throttle, buckets_of, failpoint
 from tailrace.upkeep.spark import Spread, step_back
 from tailrace.valkey.shards import Shards, StoreOptions
 from tailrace.view import View
@@ -65,7 +66,6 @@ class PackRules(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, settings: Settings, view: View) -> PackRules:
-        """Return the rules that the configuration has for a view."""
         u = settings.upkeep
         after_ms = milliseconds(buckets_of(settings, view).pack_after)
         events = view.piece_events or UNLIMITED
@@ -438,8 +438,6 @@ class PackPlan(msgspec.Struct, frozen=True):
 
 
 class Share(msgspec.Struct, frozen=True):
-    """The result of one task."""
-
     outcome: PackOutcome
     error: TailraceError | None = None
     """The error that ended it early."""

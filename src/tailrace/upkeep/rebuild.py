@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from tailrace.config.settings import Settings
+from tailrace.config.values import milliseconds
 from tailrace.errors import StoreError, StreamNotFound
 from tailrace.log.cursor import Position
 from tailrace.log.event import Partition
@@ -42,7 +43,7 @@ from tailrace.upkeep.copy import (
     WantedNames,
 )
 from tailrace.upkeep.examine import Bounds, fingerprint
-from tailrace.upkeep.job import JobLease, milliseconds, now_ms
+from tailrace.upkeep.job import JobLease, now_ms
 from tailrace.upkeep.pack import SegmentStage
 from tailrace.upkeep.spark import spark_for
 from tailrace.valkey.shards import Shards

@@ -58,7 +58,6 @@ def begin_session(settings: Settings) -> Any:
 
 
 def end_session(spark: Any = None) -> None:
-    """End the session and its JVM, if there is one."""
     if "pyspark" not in sys.modules:
         return
     from pyspark import SparkContext

@@ -14,10 +14,11 @@ from itertools import takewhile
 import msgspec
 
 from tailrace.config.settings import Settings
+from tailrace.config.values import milliseconds
 from tailrace.errors import StoreError
 from tailrace.log.segment import Log, Segment
 from tailrace.log.store import EXPIRE_AT_ONCE, ExpiredCounts, LogRegistry, Staging
-from tailrace.upkeep.job import EVERYTHING, LATER, JobLease, Scope, buckets_of, milliseconds
+from tailrace.upkeep.job import EVERYTHING, LATER, JobLease, Scope, buckets_of
 from tailrace.valkey.shards import Shards
 from tailrace.view import View
 
@@ -36,7 +37,6 @@ class SweepRules(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, settings: Settings, view: View) -> SweepRules:
-        """Return the rules that the configuration has for a view."""
         return cls(buckets_of(settings, view).keep_of, milliseconds(settings.upkeep.remember))
 
 

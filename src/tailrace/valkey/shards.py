@@ -1,4 +1,4 @@
-"""Shards of the store: its two clients, and the library of Lua functions.
+"""Clients of Valkey, one that blocks and one for asyncio, which find the node of each shard; and its Lua functions.
 
 A shard is one hash tag, so all its keys are on one node. A client looks up the node of a shard, or of any other key,
 and speaks plain protocol to it, on a single server and in a cluster alike. ``Shards`` blocks, for the pipeline and
@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
-from importlib.resources import files
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
@@ -41,23 +41,17 @@ CONNECTIONS = 64
 """Most connections of ``Nodes`` to one node, besides those that block."""
 
 
-def _read_parts() -> Iterator[str]:
-    """Yield the core functions, what each view has beside its Python, and ``apply``, which calls what views define."""
-    package = files("tailrace")
-    core = package / "valkey" / "functions"
-    yield (core / "tailrace.lua").read_text()
-    yield (core / "upkeep.lua").read_text()
-    yield (core / "roll.lua").read_text()
-    for view in sorted((package / "views").iterdir(), key=lambda each: each.name):
-        if view.is_dir():
-            for part in sorted(view.iterdir(), key=lambda each: each.name):
-                if part.name.endswith(".lua"):
-                    yield part.read_text()
-    yield (core / "apply.lua").read_text()
-
-
-# One library, so one text.
-_SOURCE = "\n".join(_read_parts())
+_PACKAGE = Path(__file__).parents[1]
+_CORE = _PACKAGE / "valkey" / "functions"
+_SOURCE = "\n".join(
+    part.read_text("utf-8")
+    for part in (
+        *(_CORE / f"{name}.lua" for name in ("tailrace", "upkeep", "roll")),
+        *sorted(_PACKAGE.glob("views/*/*.lua")),
+        _CORE / "apply.lua",
+    )
+)
+"""One library, so one text: the core functions, those of the views, and ``apply``, which calls what views define."""
 VERSION = sha256(_SOURCE.encode()).hexdigest()[:10]
 LIBRARY = f"tailrace_{VERSION}"
 CODE = f"#!lua name={LIBRARY}\n" + _SOURCE.replace("VERSION", VERSION)

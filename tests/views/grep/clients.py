@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 from urllib.parse import urlencode
 
-from tailrace.client.answers import SseFrame, SseReader
+from tailrace.client.connection import SseFrame, SseReader
 from tests.browser import browsing
 from tests.views.grep.site import PATIENCE_S
 

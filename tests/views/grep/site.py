@@ -28,8 +28,7 @@ from tailrace.http.service import Service, now_ms
 from tailrace.kafka.broker import Broker, client_properties
 from tailrace.log.event import Partition
 from tailrace.log.request import AnyFeed, AnyFrame, ControlFrame, EventFrame
-from tailrace.testing.installation import ServiceProcess
-from tailrace.testing.spark import QUICK_JAVA
+from tailrace.testing.installation import QUICK_JAVA, ServiceProcess
 from tailrace.valkey.marks import advance
 from tailrace.valkey.shards import Shards, StoreOptions, prepare
 from tailrace.views import VIEWS as ALL_VIEWS

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tailrace.client.answers import SseReader
+from tailrace.client.connection import SseReader
 from tailrace.views.grep.model import Search, make_search
 from tests.views.grep.clients import Client, Tap, eventually, grep_path, open_taps, request
 from tests.views.grep.rig import finds, random_search

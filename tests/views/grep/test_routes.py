@@ -13,8 +13,9 @@ import httpx
 import pytest
 
 from tailrace.api.requests import SearchParameters
+from tailrace.client.river import connect
 from tailrace.embedded.kafka import EmbeddedKafka
-from tailrace.errors import SearchEnded, TooManySearches
+from tailrace.errors import SearchEnded, SearchFollowed, TooManySearches
 from tailrace.log.event import shard_of
 from tailrace.testing.installation import ServiceThread
 from tailrace.valkey.shards import Nodes, Shards, StoreOptions, prepare
@@ -153,6 +154,26 @@ async def test_a_search_is_ended_if_nobody_follows_it_or_by_force(client: httpx.
     assert lease not in held
     again = await searches.register(life.search, NOON + 5)
     assert (await client.delete(url)).json() == {"id": life.search.id, "life": again.number, "connections": 0}
+
+
+async def test_the_python_client_lists_shows_and_ends_searches(service: ServiceThread, nodes: Nodes) -> None:
+    searches, held = Searches(nodes), Leases(nodes)
+    numbers = {}
+    for n in range(3):
+        life = await searches.register(make_search("jobs", {"n": n}), NOON)
+        numbers[life.search.id] = life.number
+    wanted = sorted(numbers)
+    await held.take(wanted[0], LeaseRequest(numbers[wanted[0]], "-1h", 4096, "me"))
+    async with connect(service.url) as river:
+        assert [each.id for each in await river.searches()] == wanted
+        assert [each.id for each in await river.searches(2)] == wanted[:2]
+        shown = await river.search(wanted[0])
+        assert (shown.topics, shown.followers, [each.client for each in shown.connections]) == (["jobs"], 1, ["me"])
+        with pytest.raises(SearchFollowed):
+            await river.end_search(wanted[0])
+        ended = await river.end_search(wanted[0], force=True)
+        assert (ended.id, ended.connections) == (wanted[0], 1)
+        assert [each.id for each in await river.searches()] == wanted[1:]
 
 
 # As commands.

@@ -9,6 +9,7 @@ from uuid import UUID
 
 import msgspec
 
+from tailrace.config.values import milliseconds
 from tailrace.driver.slice import Window
 from tailrace.log.event import Partition, shard_of
 from tailrace.log.store import LogRegistry
@@ -18,7 +19,7 @@ from tailrace.valkey.shards import Call, Shards, StoreOptions
 from tailrace.views.tags.model import SourceProgress
 from tailrace.views.tags.rows import store as tag_rows
 from tailrace.views.tags.rows.cassandra import connected
-from tailrace.views.tags.settings import CassandraSettings, TagsSettings, milliseconds
+from tailrace.views.tags.settings import CassandraSettings, TagsSettings
 from tailrace.views.tags.store import VIEW, read_progress
 from tailrace.views.tags.write import TagsPlan, TagsWriter
 from tests.writing import NOON, Record, Writer

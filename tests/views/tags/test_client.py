@@ -59,6 +59,8 @@ async def test_several_tags_a_query_and_a_name(service: ServiceThread, tagger: T
         assert [tag.tag for tag in await river.tags(limit=1)] == [listed[0].tag]
         (source,) = await river.sources(first)
         assert (source.source, source.tag_seq, source.partition) == ("p", 6, "jobs:0")
+        (reader,) = await river.readers()
+        assert (reader.client, reader.tags, reader.mode, reader.warning) == ("billing", [first, second], "any", None)
 
 
 async def test_a_feed_goes_on_over_restarts_of_the_service(store: StoreOptions, tagger: Tagger) -> None:

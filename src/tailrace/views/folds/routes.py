@@ -204,7 +204,6 @@ class PendingPosition(NamedTuple):
 async def _due(
     folds: FoldsService, shard: int, rule: str, after: PendingPosition | None, limit: int
 ) -> list[PendingPosition]:
-    """Return the first groups of a shard after a position."""
     found: list[PendingPosition] = []
     at, least = 0, "-inf" if after is None else after.due
     while len(found) < limit:

@@ -1,9 +1,9 @@
-"""The settings of folds: each rule is checked by itself, then all together. See ``store.rule_of``."""
+"""The settings of folds: each rule is checked by itself, then all together."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Annotated, Any, Literal, Self
 
@@ -22,6 +22,7 @@ from tailrace.config.values import (
     Where,
     durations,
     format_duration,
+    only,
     sizes,
     value_path,
 )
@@ -47,17 +48,10 @@ def raise_problems(problems: Iterable[Problem]) -> None:
         raise ValidationError.from_exception_data("Settings", lines, hide_input=True)
 
 
-def _names(pattern: str, wanted: str) -> AfterValidator:
-    def check(text: str) -> str:
-        if not re.fullmatch(pattern, text):
-            raise ValueError(f"a name of letters, digits, '_' and '-'{wanted}")
-        return text
-
-    return AfterValidator(check)
-
-
-OutputName = Annotated[str, _names(r"[A-Za-z_][A-Za-z0-9_-]*", " that begins with a letter or '_'")]
-RuleName = Annotated[str, _names(r"[A-Za-z0-9_-]{1,64}", ", at most 64")]
+_OUTPUT_NAME, _RULE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*"), re.compile(r"[A-Za-z0-9_-]{1,64}")
+_LETTERS = "a name of letters, digits, '_' and '-'"
+_output_name = only(_OUTPUT_NAME.fullmatch, f"{_LETTERS} that begins with a letter or '_'")
+_rule_name = only(_RULE_NAME.fullmatch, f"{_LETTERS}, at most 64")
 
 
 def parse_collect(text: str) -> tuple[str, str]:
@@ -82,16 +76,9 @@ def _collect(text: str) -> str:
 class Collects(Table[str]):
     """Output names with ``"KIND PATH"`` of each."""
 
-    __slots__ = ()
-
     @classmethod
     def entries(cls) -> Any:
-        return dict[OutputName, Annotated[str, AfterValidator(_collect)]]
-
-    @classmethod
-    def read(cls, value: object) -> Self:
-        assert isinstance(value, Mapping)
-        return cls(value)
+        return dict[Annotated[str, AfterValidator(_output_name)], Annotated[str, AfterValidator(_collect)]]
 
 
 class FoldSettings(Section):
@@ -126,18 +113,15 @@ class FoldSettings(Section):
 
 
 class RuleTable(Table[FoldSettings]):
-    __slots__ = ()
-
     def written(self) -> dict[str, Any]:
         return {name: fold.model_dump(mode="json", exclude_defaults=True) for name, fold in self.items()}
 
     @classmethod
     def entries(cls) -> Any:
-        return dict[RuleName, FoldSettings]
+        return dict[Annotated[str, AfterValidator(_rule_name)], FoldSettings]
 
     @classmethod
-    def read(cls, value: object) -> Self:
-        assert isinstance(value, Mapping)
+    def read(cls, value: Any) -> Self:
         rules = cls(value)
         raise_problems([*rules._own_topics(), *rules._circles()])
         return rules

@@ -16,6 +16,7 @@ import marshal
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from tailrace.driver.source import tasks
 from tailrace.errors import BadRequest, StoreError, StoreUnavailable
 from tailrace.kafka.broker import Broker
 from tailrace.log.event import Partition, iso_time
-from tailrace.upkeep.copy import collect_past, map_records
+from tailrace.upkeep.copy import arrow_batch, collect_past, map_records
 from tailrace.upkeep.job import now_ms
 from tailrace.upkeep.spark import spark_for
 from tailrace.valkey.shards import Shards, StoreOptions
@@ -46,10 +47,7 @@ PRECISION = 8
 MAX_DELAYS = 50_000
 """Distinct delays above which they are rounded."""
 
-_INPUTS = "group binary, time long, partition int, offset long, size long, extracts binary"
-_TYPES = {"binary": pa.binary(), "int": pa.int32(), "long": pa.int64()}
-_SCHEMA = pa.schema([(name, _TYPES[kind]) for name, kind in map(str.split, _INPUTS.split(","))])
-"""The same columns in Spark's words and in Arrow's."""
+_INPUTS = "group binary, time long, partition long, offset long, size long, extracts binary"
 _COUNTED = "body binary"
 _TOTALS = b""
 """Group of the rows that carry counts: ``time`` is the number of records, ``extracts`` the reason."""
@@ -77,23 +75,14 @@ class TuneTask(msgspec.Struct, frozen=True):
 
 def known_rules(settings: Settings) -> dict[str, Rule]:
     """Return the rules as the pipeline applies them; the others as configured."""
-    shards = Shards(StoreOptions.of(settings.valkey))
-    try:
+    applied: dict[str, Rule] = {}
+    with closing(Shards(StoreOptions.of(settings.valkey))) as shards, suppress(StoreUnavailable, StoreError):
         applied = {name: each.rule for name, each in applied_rules(shards).items()}
-    except (StoreUnavailable, StoreError):
-        applied = {}
-    finally:
-        shards.close()
     return rules_of(settings) | applied
 
 
 def tune(
-    settings: Settings,
-    name: str,
-    *,
-    since_ms: int,
-    quiets_ms: Sequence[int] = (),
-    spark: Any = None,
+    settings: Settings, name: str, *, since_ms: int, quiets_ms: Sequence[int] = (), spark: Any = None
 ) -> TuneResult:
     """Fold a rule's past with several windows; without a ``spark`` session one is started and stopped.
 
@@ -215,8 +204,8 @@ def _read_inputs(work: TuneTask, slices: Iterable[Slice]) -> Iterator[pa.RecordB
             # Both sides of the shuffle run the same Python; marshal has integers of any length.
             body = marshal.dumps(tuple(found.extracts))
             rows.append((found.group, times[i], number, records.offsets[i], found.size, body))
-        yield _batch(rows)
-    yield _batch([(_TOTALS, n, -1, 0, 0, why.encode()) for why, n in totals.items()])
+        yield arrow_batch(_INPUTS, rows)
+    yield arrow_batch(_INPUTS, [(_TOTALS, n, -1, 0, 0, why.encode()) for why, n in totals.items()])
 
 
 def _count_folds(work: TuneTask, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -235,13 +224,7 @@ def _count_folds(work: TuneTask, batches: Iterable[pa.RecordBatch]) -> Iterator[
             names = map(work.partitions.__getitem__, partitions[low:high])
             rest = zip(names, offsets[low:high], extracts[low:high], strict=True)
             trials.feed(group, times[low:high], sizes[low:high], rest)
-    yield pa.RecordBatch.from_arrays([pa.array([_encode((trials.end(), totals))], pa.binary())], names=["body"])
-
-
-def _batch(rows: Sequence[tuple[object, ...]]) -> pa.RecordBatch:
-    columns = list(zip(*rows, strict=True)) or [()] * len(_SCHEMA)
-    arrays = [pa.array(column, field.type) for column, field in zip(columns, _SCHEMA, strict=True)]
-    return pa.RecordBatch.from_arrays(arrays, schema=_SCHEMA)
+    yield arrow_batch(_COUNTED, [(_encode((trials.end(), totals)),)])
 
 
 def candidates(windows: Windows, quiets_ms: Iterable[int] = ()) -> list[Windows]:

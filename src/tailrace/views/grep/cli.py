@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
-from urllib.parse import quote
 
 import typer
 
@@ -30,6 +29,7 @@ from tailrace.cli.command import (
     is_plain,
     print_lines,
     print_rows,
+    print_structs,
     print_table,
     second,
     visible,
@@ -40,16 +40,13 @@ from tailrace.errors import BadRequest, TailraceError
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from tailrace.api.answers import Control, Event
+    from tailrace.api.answers import Control, Event, SearchStatus
     from tailrace.client.connection import Feed, FeedKeywords
     from tailrace.client.river import River
 
 _NAMES = re.compile(r"[A-Za-z0-9._,-]+", re.ASCII)
 _SCALAR = r'"(?:[^"\\]|\\.)*"|-?\d[\d.eE+-]*|true|false|null'
 _FIELD_PATHS = re.compile(r'"\$([^"$]+)"(?!:)')
-
-SEARCHES = "/v1/grep/searches"
-Row = dict[str, Any]
 
 searches = typer.Typer(help="Running searches.", no_args_is_help=True)
 
@@ -233,38 +230,23 @@ def _fields(query: object) -> Iterator[str]:
 @searches.command("ls")
 def searches_ls(limit: Limit = None, json: Json = False, url: Url = DEFAULT_URL) -> None:
     """List the searches that are alive."""
-    import msgspec
 
-    from tailrace.client.connection import LARGEST_PAGE
-
-    async def pages(river: River) -> list[Row]:
-        found: list[Row] = []
-        query: dict[str, str | int] = {}
-        while limit is None or len(found) < limit:
-            query["limit"] = LARGEST_PAGE if limit is None else min(limit - len(found), LARGEST_PAGE)
-            page = await _call(river, "GET", SEARCHES, query)
-            found += page["searches"]
-            if page["next"] is None:
-                break
-            query["after"] = page["next"]
-        return found
-
-    def past(row: Row) -> str:
-        wanted = sum(stretch["of"] for stretch in row["stretches"])
-        scanned = sum(stretch["records"] for stretch in row["stretches"])
+    def past(search: SearchStatus) -> str:
+        wanted = sum(stretch.of for stretch in search.stretches)
+        scanned = sum(stretch.records for stretch in search.stretches)
         return f"{scanned:,} of {wanted:,}" if wanted else ""
 
     print_rows(
-        ask(url, pages),
+        ask(url, lambda river: river.searches(limit)),
         {
-            "search": lambda row: row["id"],
+            "search": lambda search: search.id,
             "topics": _topics,
-            "query": lambda row: msgspec.json.encode(row["query"]).decode(),
-            "followers": lambda row: row.get("followers"),
-            "use": lambda row: row.get("use"),
-            "live matches": lambda row: row.get("matches"),
+            "query": _query,
+            "followers": lambda search: search.followers,
+            "use": lambda search: search.use,
+            "live matches": lambda search: search.matches,
             "past": past,
-            "last used": lambda row: second(row["last_used"]) or "now",
+            "last used": lambda search: second(search.last_used) or "now",
         },
         json=json,
     )
@@ -273,23 +255,20 @@ def searches_ls(limit: Limit = None, json: Json = False, url: Url = DEFAULT_URL)
 @searches.command("show")
 def searches_show(search: Id, json: Json = False, url: Url = DEFAULT_URL) -> None:
     """Show a search, how much of its past is scanned, and the connections that follow it."""
-    import msgspec
-
-    found = ask(url, lambda river: _call(river, "GET", f"{SEARCHES}/{quote(search, safe='')}"))
+    found = ask(url, lambda river: river.search(search))
     if is_plain(json):
         print_lines([found])
         return
-    facts = {**found, "topics": _topics(found), "query": msgspec.json.encode(found["query"]).decode()}
-    names = ["id", "topics", "query", "life", "since", "followers", "popularity", "use", "last_used"]
-    names += ["matches", "bytes"]
-    print_table(("", ""), [(name.replace("_", " "), cell(facts.get(name))) for name in names])
+    facts: dict[str, object] = {"id": found.id, "topics": _topics(found), "query": _query(found)}
+    names = ["life", "since", "followers", "popularity", "use", "last_used", "matches", "bytes"]
+    facts |= {name.replace("_", " "): getattr(found, name) for name in names}
+    print_table(("", ""), [(name, cell(fact)) for name, fact in facts.items()])
     names = ["number", "since", "percent", "records", "of", "matches"]
-    if found["stretches"]:
-        rows = [[cell(stretch.get(name)) for name in names] for stretch in found["stretches"]]
+    if found.stretches:
+        rows = [[cell(getattr(stretch, name)) for name in names] for stretch in found.stretches]
         print_table(("past", *names[1:]), rows)
-    names = ["process", "number", "since", "start", "window", "client"]
-    if found["connections"]:
-        print_table(names, [[cell(connection.get(name)) for name in names] for connection in found["connections"]])
+    if found.connections:
+        print_structs(found.connections, json=False)
 
 
 @searches.command("end")
@@ -300,19 +279,16 @@ def searches_end(
     url: Url = DEFAULT_URL,
 ) -> None:
     """End a search and its scans, and delete its matches."""
-    parameters = {"force": "true"} if force else {}
-    ended = ask(url, lambda river: _call(river, "DELETE", f"{SEARCHES}/{quote(search, safe='')}", parameters))
+    ended = ask(url, lambda river: river.end_search(search, force=force))
     if is_plain(json):
         print_lines([ended])
         return
-    print(f"search {ended['id']} has ended; {ended['connections']:,} connection(s) followed it", file=sys.stderr)
+    print(f"search {ended.id} has ended; {ended.connections:,} connection(s) followed it", file=sys.stderr)
 
 
-async def _call(river: River, method: str, path: str, query: dict[str, Any] | None = None) -> Row:
-    import msgspec
-
-    return msgspec.json.decode(await river.call(method, path, params=query or {}), type=Row)
+def _topics(search: SearchStatus) -> str:
+    return search.topics if isinstance(search.topics, str) else ",".join(search.topics)
 
 
-def _topics(row: Row) -> str:
-    return row["topics"] if isinstance(row["topics"], str) else ",".join(row["topics"])
+def _query(search: SearchStatus) -> str:
+    return json_module.dumps(search.query, ensure_ascii=False, separators=(",", ":"))

@@ -49,7 +49,7 @@ _ALL_BITS = 0xFFFF_FFFF
 
 
 class Rational(msgspec.Struct, frozen=True):
-    coefficients: tuple[float, float, float, float, float, float] = UNIT
+    coefficients: tuple[float, float, float, float, float, float] = msgspec.field(name="coeffs")
 
     def values(self, raw: Array) -> Array:
         """Return the quotient for each number; the numbers themselves if it changes nothing."""
@@ -67,7 +67,7 @@ class LookupTable(msgspec.Struct, frozen=True):
 
     raw: tuple[float, ...]
     calibrated: tuple[float, ...]
-    interpolated: bool = False
+    interpolated: bool | None = None
 
     def values(self, raw: Array) -> Array:
         """Return the table's value for each number; NaN for NaN."""
@@ -98,6 +98,7 @@ class Formula(msgspec.Struct, frozen=True):
         return raw
 
 
+UNCHANGED = Rational(UNIT)
 How: TypeAlias = Rational | LookupTable | TextTable | Formula
 _KINDS: dict[type, str] = {Rational: "rational", LookupTable: "table", TextTable: "text", Formula: "formula"}
 
@@ -105,7 +106,7 @@ _KINDS: dict[type, str] = {Rational: "rational", LookupTable: "table", TextTable
 class Conversion(msgspec.Struct, frozen=True):
     """All steps from a parameter's raw numbers to its values."""
 
-    how: How = Rational()
+    how: How = UNCHANGED
     shift: int = 0
     """Bits to the right, or to the left if negative."""
     mask: int = _ALL_BITS
@@ -204,16 +205,6 @@ class _Channel(msgspec.Struct, frozen=True):
     interval: int | None = None
 
 
-class _Coefficients(msgspec.Struct, frozen=True):
-    coeffs: tuple[float, float, float, float, float, float]
-
-
-class _Table(msgspec.Struct, frozen=True):
-    raw: tuple[float, ...]
-    calibrated: tuple[float, ...]
-    interpolated: bool | None = None
-
-
 class _Text(msgspec.Struct, frozen=True):
     keys: tuple[float, ...]
     values: tuple[str, ...]
@@ -224,8 +215,8 @@ class _Conversion(msgspec.Struct, frozen=True):
     name: str
     unit: str | None = None
     format: str | None = None
-    rational: _Coefficients | None = None
-    table: _Table | None = None
+    rational: Rational | None = None
+    table: LookupTable | None = None
     text: _Text | None = None
     formula: Formula | None = None
 
@@ -294,7 +285,7 @@ def _parameter(
         )
     known = [channels[number] for number in written.channels or () if number in channels]
     if isinstance(how, TextTable) and any(channel.type == "3f32" for channel in known):
-        how = Rational()  # no text is looked up for three numbers
+        how = UNCHANGED  # no text is looked up for three numbers
     low, high = written.min or 0.0, written.max or 0.0
     return Parameter(
         id=written.id,
@@ -322,16 +313,16 @@ def _how(written: _Conversion, unit_rational: bool) -> How:
             raise BadConfiguration(f"{where}: a table has as many raw as calibrated values, and at least one")
         if any(low >= high for low, high in pairwise(table.raw)):
             raise BadConfiguration(f"{where}: the raw values of a table rise from each to the next")
-        return LookupTable(table.raw, table.calibrated, bool(table.interpolated))
+        return table
     if text is not None:
         if len(text.keys) != len(text.values):
             raise BadConfiguration(f"{where}: a text conversion has as many keys as values")
         return TextTable(dict(zip(text.keys, text.values, strict=True)), text.default or "")
     if formula is not None:
         return formula
-    if rational is None or (unit_rational and rational.coeffs == MISPRINTED_UNIT):
-        return Rational()
-    return Rational(rational.coeffs)
+    if rational is None or (unit_rational and rational.coefficients == MISPRINTED_UNIT):
+        return UNCHANGED
+    return rational
 
 
 def _channel(written: _Channel, app: str, big_endian: bool) -> Channel:
@@ -364,9 +355,9 @@ class Configuration(msgspec.Struct, frozen=True):
             raise BadConfiguration(f"no configuration: {error}") from None
         written = {each.name: each for app in apps.values() for each in app.conversions or ()}
         hows = {name: _how(each, unit_rational) for name, each in written.items()}
-        channels, unchanged = _all_channels(apps), Rational()
+        channels = _all_channels(apps)
         parameters = tuple(
-            _parameter(name, each, written.get(each.conv or ""), hows.get(each.conv or "", unchanged), channels)
+            _parameter(name, each, written.get(each.conv or ""), hows.get(each.conv or "", UNCHANGED), channels)
             for name, app in apps.items()
             for each in app.parameters or ()
         )
@@ -377,7 +368,7 @@ class Configuration(msgspec.Struct, frozen=True):
                 each.code or "",
                 each.desc or "",
                 each.pri or "debug",
-                tuple(Conversion(hows.get(conversion, unchanged)) for conversion in each.convs or ()),
+                tuple(Conversion(hows.get(conversion, UNCHANGED)) for conversion in each.convs or ()),
             )
             for name, app in apps.items()
             for each in app.events or ()

@@ -117,7 +117,6 @@ def past_form(entry: StreamEntry, had: Subscription, wanted: Subscription, conta
 
 
 def message_block(message: bytes) -> bytes:
-    """Return the block of a burst of one small message."""
     return pack(next(burst.bursts([message])))
 
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from datetime import timedelta
 from heapq import heapify, heapreplace
 from typing import Any, NamedTuple
@@ -34,8 +35,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tailrace.config.settings import Settings
+from tailrace.config.values import milliseconds
 from tailrace.log.cursor import EntryId, id_text, parse_id
-from tailrace.upkeep.job import Facts, JobLease, Jobs, ScheduledJob, Scope, Stopped, Work, milliseconds, run_job
+from tailrace.upkeep.job import Facts, JobLease, Jobs, ScheduledJob, Scope, Stopped, Work, run_job
 from tailrace.upkeep.sweep import compare_clocks
 from tailrace.valkey.marks import NOTHING
 from tailrace.valkey.shards import Arg, Keyed, Shards, StoreOptions, mapping, translated
@@ -92,11 +94,8 @@ def session_jobs(settings: Settings) -> Jobs:
 
 def _has_sessions(settings: Settings) -> bool:
     """Return whether any program wrote sessions with Tailrace, without the pipeline."""
-    shards = Shards(StoreOptions.of(settings.valkey))
-    try:
+    with closing(Shards(StoreOptions.of(settings.valkey))) as shards:
         return bool(shards.run_key("EXISTS", shards.keys.sessions()))
-    finally:
-        shards.close()
 
 
 class _SessionJob:

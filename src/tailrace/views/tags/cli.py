@@ -135,29 +135,20 @@ def tags_sources(
 @tags.command("readers")
 def tags_readers(json: Json = False, url: Url = DEFAULT_URL) -> None:
     """List the named readers, and warn of those that may miss events dropped soon."""
-
-    async def readers(river: River) -> list[dict[str, Any]]:
-        import msgspec
-
-        answer: dict[str, list[dict[str, Any]]] = msgspec.json.decode(await river.call("GET", "/v1/tags/readers"))
-        return answer["readers"]
-
-    found = ask(url, readers)
+    found = ask(url, lambda river: river.readers())
     print_rows(
         found,
         {
-            "reader": lambda row: row.get("client"),
-            "tags": lambda row: (" and " if row.get("mode") == "all" else ", ").join(row.get("tags", ())),
-            "last event": lambda row: row.get("last_event"),
-            "last seen": lambda row: row.get("last_seen"),
-            "behind": lambda row: f"{row.get('lag_s', 0):,.0f} s",
+            "reader": lambda reader: reader.client,
+            "tags": lambda reader: (" and " if reader.mode == "all" else ", ").join(reader.tags),
+            "last event": lambda reader: reader.last_event,
+            "last seen": lambda reader: reader.last_seen,
+            "behind": lambda reader: f"{reader.lag_s:,.0f} s",
         },
         json=json,
     )
-    if not is_plain(json):
-        for row in found:
-            if row.get("warning"):
-                print(f"warning: {visible(row['warning'])}", file=sys.stderr)
+    for warning in (reader.warning for reader in found if reader.warning and not is_plain(json)):
+        print(f"warning: {visible(warning)}", file=sys.stderr)
 
 
 @tags.command("cleanup")

@@ -231,8 +231,6 @@ class ReaderIdentity(msgspec.Struct, frozen=True):
 
 
 class ReaderPosition(msgspec.Struct, frozen=True):
-    """The stored position of a reader."""
-
     store: str
     """Name of the store that the cursors belong to."""
     cursor: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Literal, Self
 
@@ -24,6 +23,8 @@ from tailrace.config.values import (
     ValuePath,
     Where,
     durations,
+    milliseconds,
+    only,
 )
 from tailrace.log.event import MAX_TAG_BYTES, is_tag
 from tailrace.log.segment import bucket_start
@@ -41,10 +42,7 @@ PeriodOrMax = Annotated[timedelta | None, BeforeValidator(_MAX.read), PlainSeria
 """None is "max"."""
 EveryOrOff = Annotated[timedelta | None, BeforeValidator(_OFF.read), PlainSerializer(_OFF.write, when_used="json")]
 """None is "off"."""
-
-
-def milliseconds(duration: timedelta) -> int:
-    return round(duration.total_seconds() * 1000)
+Tag = Annotated[str, AfterValidator(only(is_tag, f"a tag of 1 to {MAX_TAG_BYTES} bytes"))]
 
 
 def _first_bucket(text: str) -> str:
@@ -59,28 +57,15 @@ def _first_bucket(text: str) -> str:
     return text
 
 
-def _tag(text: str) -> str:
-    if not is_tag(text):
-        raise ValueError(f"a tag of 1 to {MAX_TAG_BYTES} bytes")
-    return text
-
-
 class TagRules(Table[Where]):
     """A query for each tag: the events that match get the tag."""
-
-    __slots__ = ()
 
     def written(self) -> dict[str, Any]:
         return {tag: where.written() for tag, where in self.items()}
 
     @classmethod
     def entries(cls) -> Any:
-        return dict[Annotated[str, AfterValidator(_tag)], Where]
-
-    @classmethod
-    def read(cls, value: object) -> Self:
-        assert isinstance(value, Mapping)
-        return cls(value)
+        return dict[Tag, Where]
 
 
 class TagsSettings(Section):

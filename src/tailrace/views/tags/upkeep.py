@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from tailrace.config.settings import Settings
+from tailrace.config.values import milliseconds
 from tailrace.errors import BadRequest, StoreError
 from tailrace.log.event import Partition
 from tailrace.log.pack import pieces
@@ -33,7 +34,7 @@ from tailrace.log.segment import Segment
 from tailrace.log.store import NewSegment, Staging
 from tailrace.upkeep.copy import Body, RestoredEvent, SpooledRecord, ViewCopy
 from tailrace.upkeep.examine import MOST_ODD, ExaminedEntry, ExaminedLog, Finding, read_logs, read_segment
-from tailrace.upkeep.job import JobLease, buckets_of, failpoint, milliseconds, now_ms
+from tailrace.upkeep.job import JobLease, buckets_of, failpoint, now_ms
 from tailrace.upkeep.log_copy import LogCopy
 from tailrace.upkeep.pack import SegmentStage
 from tailrace.valkey.shards import Shards
@@ -115,8 +116,6 @@ class TagErasure(msgspec.Struct, frozen=True):
 
 
 class SourceEvents(msgspec.Struct):
-    """The events of a source in a tag."""
-
     marks: Mapping[Partition, int]
     """Marks of the tag's shard; events beyond them are not erased."""
     places: set[int] = set()

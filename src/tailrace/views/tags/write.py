@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import msgspec
 
 from tailrace.config.settings import Settings
+from tailrace.config.values import milliseconds
 from tailrace.driver.hooks import Start, Times, ViewDriver
 from tailrace.driver.slice import AppliedMarks, Plan, Slice, Window, Writer
 from tailrace.driver.watermark import Timing
@@ -34,7 +35,7 @@ from tailrace.log.timeuuid import make_timeuuid
 from tailrace.valkey.marks import LONG_AGO, read_times
 from tailrace.valkey.shards import Arg, Shards
 from tailrace.views.tags.model import MANY_TAGS, SourceProgress, TaggedEvent, Tagger, timeuuid_ms
-from tailrace.views.tags.settings import CassandraSettings, TagsSettings, milliseconds
+from tailrace.views.tags.settings import CassandraSettings, TagsSettings
 from tailrace.views.tags.store import VIEW, introduce_partitions, raise_floors, read_conflicts, read_progress
 
 if TYPE_CHECKING:

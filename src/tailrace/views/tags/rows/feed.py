@@ -22,6 +22,7 @@ import msgspec
 
 from tailrace.api.answers import Tag
 from tailrace.config.settings import Settings
+from tailrace.config.values import milliseconds
 from tailrace.errors import BadRequest, CursorError, RowsMissing, Unavailable
 from tailrace.log.cursor import MAX_CURSOR_BYTES, Cursor, FromCursor, FromEnd, FromLast, FromTime
 from tailrace.log.event import iso_time
@@ -50,7 +51,6 @@ from tailrace.views.tags.rows.model import (
 )
 from tailrace.views.tags.rows.reading import MIN_PAUSE_MS, Delivery, LostNumbers, Reading, ReadSettings, search_spans
 from tailrace.views.tags.rows.store import RowReader
-from tailrace.views.tags.settings import milliseconds
 from tailrace.views.tags.store import LevelReader, Levels
 
 logger = logging.getLogger(__name__)

@@ -33,6 +33,7 @@ from uuid import UUID
 
 import msgspec
 
+from tailrace.config.values import milliseconds
 from tailrace.log.event import Partition
 from tailrace.log.segment import bucket_start
 from tailrace.log.timeuuid import first_of, last_of, ms_of, order
@@ -47,7 +48,7 @@ from tailrace.views.tags.rows.model import (
     TagPosition,
     hashed,
 )
-from tailrace.views.tags.settings import TagsSettings, milliseconds
+from tailrace.views.tags.settings import TagsSettings
 
 MIN_LAG_MS, MAX_LAG_MS = 50, 5_000
 """Bounds of the delay where it is measured."""

@@ -27,6 +27,7 @@ from zlib import crc32
 import msgspec
 import pyarrow as pa
 
+from tailrace.config.values import milliseconds
 from tailrace.errors import StaleDriver, StaleUpkeep
 from tailrace.log.event import Partition, shard_of
 from tailrace.log.run import TagFields
@@ -48,7 +49,7 @@ from tailrace.upkeep.copy import (
     difference,
 )
 from tailrace.upkeep.examine import MOST_ODD, Erasures, Examined, Finding, Tally, fingerprint
-from tailrace.upkeep.job import LOGS, JobLease, failpoint, milliseconds
+from tailrace.upkeep.job import LOGS, JobLease, failpoint
 from tailrace.upkeep.log_copy import NEXT_RECORDS, RECORDS, outcome_batch, route
 from tailrace.valkey.marks import NOTHING, parse_marks, read_marks
 from tailrace.valkey.shards import Shards
