@@ -87,11 +87,12 @@ class Host:
 
     def take(self, taken: Sequence[Slice]) -> None:
         """Apply slices to all views; return when every shard that they concern has written its part."""
-        pending = [_Pending(view, records) for records in taken for view in self._views]
+        labelled = [(records, str(records.partition)) for records in taken]
+        pending = [_Pending(view, records, (view.name, label)) for records, label in labelled for view in self._views]
         for waiting in pending:
             if waiting.view.shares_times:
-                self._places.pop((waiting.view.name, str(waiting.records.partition)), None)
-        self._remember({(p.view.name, str(p.records.partition)) for p in pending})
+                self._places.pop(waiting.place, None)
+        self._remember({p.place for p in pending})
         for attempt in range(MAX_REFUSALS):
             for view in self._views:
                 if work := [(p.records, self._place(p)) for p in pending if p.view is view]:
@@ -132,7 +133,7 @@ class Host:
             self._places.pop((view.name, str(partition)), None)
 
     def _place(self, waiting: _Pending) -> AppliedMarks:
-        known = self._places[waiting.view.name, str(waiting.records.partition)]
+        known = self._places[waiting.place]
         return AppliedMarks(known.marks, known.times)
 
     def _remember(self, places: Set[tuple[str, str]]) -> None:
@@ -169,7 +170,7 @@ class Host:
                 told.append((waiting, window))
         moved: set[tuple[str, str]] = set()
         for (waiting, window), answer in zip(told, self._shards.call_all(calls), strict=True):
-            known = self._places[waiting.view.name, str(waiting.records.partition)]
+            known = self._places[waiting.place]
             verdict = answer[0]
             if verdict == b"ok":
                 known.marks[window.shard] = window.end
@@ -177,7 +178,7 @@ class Host:
                     known.times[window.shard] = window.time, window.end
             elif verdict in (b"moved", b"conflict"):
                 if verdict == b"moved" or waiting.view.keeps_times:
-                    moved.add((waiting.view.name, str(waiting.records.partition)))
+                    moved.add(waiting.place)
                 refused[id(waiting)] = waiting
                 waiting.view.refused(window, int(answer[1]) if verdict == b"moved" else known.marks[window.shard])
             elif verdict == b"stale":
@@ -186,7 +187,7 @@ class Host:
                 raise StoreError(f"shard {window.shard} was never begun: the store was emptied under the pipeline")
         for place in moved:
             del self._places[place]
-        self._remember({(p.view.name, str(p.records.partition)) for p in refused.values()})
+        self._remember({p.place for p in refused.values()})
         return list(refused.values())
 
     def _store(self, sent: Sequence[tuple[_Pending, Window, int]]) -> dict[int, _Pending]:
@@ -199,7 +200,7 @@ class Host:
 
     def _arguments(self, waiting: _Pending, window: Window, seen: int) -> list[Arg]:
         plan, view = self._plan, waiting.view
-        head: list[Arg] = [view.name, plan.epoch, str(waiting.records.partition), seen, window.end]
+        head: list[Arg] = [view.name, plan.epoch, waiting.place[1], seen, window.end]
         return [*head, view.span_ms, view.future_ms, plan.tail_length, *window.items]
 
 
@@ -213,3 +214,5 @@ class _Known(msgspec.Struct):
 class _Pending(msgspec.Struct, frozen=True):
     view: Writer
     records: Slice
+    place: tuple[str, str]
+    """Names of the view and of the partition."""

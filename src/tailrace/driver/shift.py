@@ -289,31 +289,35 @@ class Hand:
 
     def _sorted(self, messages: Iterable[Any]) -> tuple[list[Slice], dict[Partition, int], dict[Partition, str]]:
         """Return slices of what the hand holds, the ends that were reached, and the partitions with errors."""
-        found: dict[Partition, list[Any]] = {}
+        places: dict[tuple[str, int], list[Any]] = {}
         ends: dict[Partition, int] = {}
         failed: dict[Partition, str] = {}
+        held = {place: partition for place, partition in self._assigned.items() if partition in self._held}
         for message in messages:
-            partition = self._assigned.get((message.topic(), message.partition()))
-            if partition is None or partition not in self._held or partition in failed:
-                continue
+            place = message.topic(), message.partition()
             error = message.error()
             if error is None:
-                found.setdefault(partition, []).append(message)
+                if (taken := places.get(place)) is None:
+                    taken = places[place] = []
+                taken.append(message)
+            elif place not in held:
+                continue
             elif error.code() == KafkaError._PARTITION_EOF:
-                ends[partition] = message.offset()
+                ends[held[place]] = message.offset()
             elif not error.retriable():
-                failed[partition] = error.str()
+                failed.setdefault(held[place], error.str())
+        found = {held[place]: taken for place, taken in places.items() if place in held}
         for partition, taken in found.items():
             epoch, known = taken[-1].leader_epoch(), self._leader.get(partition)
             if epoch is not None and known is not None and epoch < known:
                 failed[partition] = f"the leader epoch fell from {known} to {epoch}: the topic was created again"
             elif epoch is not None:
                 self._leader[partition] = epoch
+        for partition in failed:  # nothing of it is applied, so its end is not reached
+            found.pop(partition, None)
+            ends.pop(partition, None)
         limits = self._shift.plan.limits
-        taken_slices = [
-            make_slice(partition, taken, limits) for partition, taken in found.items() if partition not in failed
-        ]
-        return taken_slices, ends, failed
+        return [make_slice(partition, taken, limits) for partition, taken in found.items()], ends, failed
 
     def _progress(self, partition: Partition, done: int) -> None:
         if done > self._done.get(partition, -1):

@@ -19,8 +19,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
-import pyarrow as pa
-import pyarrow.compute as pc
 from confluent_kafka import Consumer, KafkaError, TopicPartition
 
 from tailrace.config.settings import Settings
@@ -96,8 +94,8 @@ def make_slice(partition: Partition, messages: Sequence[Any], limits: RecordLimi
 
 def _poison(values: Sequence[bytes | None], limits: RecordLimits) -> dict[int, str]:
     """Return the reason for each poisoned record. Text and size are checked for all at once."""
-    column = pa.array(values, pa.binary())
-    if not _all_text(column) or (pc.max(pc.binary_length(column)).as_py() or 0) > limits.max_bytes:
+    present = [value for value in values if value is not None]
+    if max(map(len, present), default=0) > limits.max_bytes or not _are_text(present):
         return _poison_one_by_one(values, limits)
     found: dict[int, str] = {}
     long = 2 * limits.max_depth
@@ -122,12 +120,13 @@ def _poison_one_by_one(values: Sequence[bytes | None], limits: RecordLimits) -> 
     return found
 
 
-def _all_text(column: Any) -> bool:
+def _are_text(values: Sequence[bytes]) -> bool:
+    """Return whether all values are UTF-8: no character of it reaches over the line break between two of them."""
+    joined = b"\n".join(values)
     try:
-        column.cast(pa.string())
-    except pa.ArrowInvalid:
+        return joined.isascii() or bool(joined.decode())
+    except UnicodeDecodeError:
         return False
-    return True
 
 
 # Ranges of offsets.
@@ -250,14 +249,14 @@ def _read_range(
 
 
 def _slice(partition: Partition, messages: Sequence[Any]) -> Slice:
-    headers = [message.headers() or [] for message in messages]
+    headers = [message.headers() for message in messages]
     return Slice(
         partition,
         [message.offset() for message in messages],
         [message.timestamp()[1] for message in messages],
         [message.key() for message in messages],
         [message.value() for message in messages],
-        headers if any(headers) else None,
+        [each or [] for each in headers] if any(headers) else None,
         {},
     )
 
