@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource, NewTopic, ResourceType
+from tailrace.testing.spark import QUICK_JAVA
 
 from tailrace.embedded import jars
 from tailrace.embedded.kafka import EmbeddedKafka, find_java
@@ -18,7 +19,6 @@ from tailrace.embedded.process import HOST, Part, Process, free_port
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.log.event import Partition
 from tailrace.testing.installation import PipelineProcess, wait_for
-from tailrace.testing.spark import QUICK_JAVA
 from tailrace.valkey.marks import lowest, read_marks
 from tailrace.valkey.shards import StoreOptions
 from tests.driver.test_crew import Place, alive, wait_tick
