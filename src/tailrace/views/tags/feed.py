@@ -25,7 +25,6 @@ import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -181,18 +180,17 @@ class MergedTags(TagFeed):
         sent_ahead = start.cursor.ahead[at] if isinstance(start, FromCursor) and start.cursor.ahead else ()
         return _Line(reader, end, at, sent_ahead)
 
-    def _cursor(self) -> Cursor:
-        cursor = super()._cursor()
+    def _cursor(self, ended: bool = False) -> Cursor:
+        cursor = super()._cursor(ended)
         if not any(line.sent_ahead for line in self._lines):
             return cursor
         return msgspec.structs.replace(cursor, ahead=tuple(_ranges(line) for line in self._lines))
 
     async def _wait(self) -> None:
-        if not self._is_waiting:
+        if self._is_waiting:
+            await self._woken(MARK_POLL_S)
+        else:
             await super()._wait()
-            return
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), MARK_POLL_S)
 
     # Reading.
 
@@ -275,16 +273,16 @@ class MergedTags(TagFeed):
 
     async def _merge(self) -> list[AnyFrame]:
         frames: list[AnyFrame] = []
-        size, reads, limit = 0, 0, self._request.limit
+        size = reads = 0
         self._is_waiting, self._marks_are_old = False, True
         await self._fill()
-        while size < BATCH_BYTES and (limit is None or self._sent < limit):
+        while size < BATCH_BYTES and not self._is_full:
             if reads > MAX_READS:
                 self._wake.set()  # there is more to read: do not wait
                 break
             gap = next((line for line in self._lines if line.ahead and isinstance(line.ahead[0], Gap)), None)
             if gap is not None:
-                if frames and self._request.on_gap == "fail":
+                if frames and self._is_strict:
                     break  # events before the gap go out first
                 item = gap.ahead.popleft()
                 assert isinstance(item, Gap)
@@ -442,16 +440,14 @@ class TagStore(ABC):
 
     async def open(self, request: TagRequest) -> AnyFeed:
         """Check the request against the store, find its start, and open a feed. Raises before anything is sent."""
-        if request.missing == "fail":
+        if request.parameters.missing == "fail":
             for tag in request.names:
                 if not await self._exists(tag):
                     raise StreamNotFound(tag)
         filters = [TagFilter(request, index) for index in range(len(request.names))]
         if request.mode == "all":
             request, filters = msgspec.structs.replace(request, names=request.names[:1]), filters[:1]
-        feed = await self._feed(request, filters)
-        await feed.begin()
-        return feed
+        return await (await self._feed(request, filters)).begin()
 
     @abstractmethod
     async def _exists(self, tag: str) -> bool:
