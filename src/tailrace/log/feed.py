@@ -41,7 +41,7 @@ LEAST_WAIT_S = 0.05
 _encode = msgspec.json.Encoder().encode
 
 
-class Feed(ABC):
+class OpenFeed(ABC):
     """The loop of a feed. A view says how to read (``_next``), how to wait, and what its cursor is."""
 
     def __init__(self, request: AnyRequest, clock: Callable[[], int], until_ms: float | None = None) -> None:
@@ -172,7 +172,7 @@ class LogFeeds:
         return [Position.START] * len(names)
 
 
-class LogFeed(Feed):
+class LogFeed(OpenFeed):
     """An open feed over the logs of names."""
 
     def __init__(

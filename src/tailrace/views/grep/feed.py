@@ -23,7 +23,7 @@ from tailrace.errors import BrokerUnavailable, CursorError, CursorGone, SearchEn
 from tailrace.kafka.broker import BrokerTopics, Topic
 from tailrace.log.cursor import FromEnd, FromLast, FromStart, FromTime, Position
 from tailrace.log.event import iso_time
-from tailrace.log.feed import LEAST_WAIT_S, Feed, LogReader, before_time
+from tailrace.log.feed import LEAST_WAIT_S, LogReader, OpenFeed, before_time
 from tailrace.log.hub import Hub
 from tailrace.log.request import AnyFrame, ControlFrame, Moved
 from tailrace.log.segment import Gap
@@ -202,7 +202,7 @@ class SearchHistory:
         return [ControlFrame("progress", cursor, _encode(facts))]
 
 
-class GrepFeed(Feed):
+class GrepFeed(OpenFeed):
     """An open feed of a search that is registered and leased. It has no cursor until its start is found."""
 
     def __init__(self, history: SearchHistory, request: GrepRequest, floor_ms: int) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 
 from tailrace.errors import SessionNotFound
 from tailrace.log.cursor import BEGINNING, EntryId, FromStart, id_text
-from tailrace.log.feed import BATCH_BYTES, LEAST_WAIT_S, Feed
+from tailrace.log.feed import BATCH_BYTES, LEAST_WAIT_S, OpenFeed
 from tailrace.log.request import AnyFrame, ControlFrame, EventFrame, Moved
 from tailrace.views.sessions.life import Beginning, LifeItem, SessionLife, SessionParts, begin_life, recover_lost
 from tailrace.views.sessions.model import merge_session_json
@@ -137,7 +137,7 @@ def _items(series: Sequence[LineSeries]) -> Iterator[tuple[Line, Times, Values]]
             times, values = times[end:], values[end:]
 
 
-class SessionFeed(Feed):
+class SessionFeed(OpenFeed):
     """An open feed of a session. It has no cursor until the session is there."""
 
     def __init__(self, parts: SessionParts, request: SessionRequest, form: Form) -> None:

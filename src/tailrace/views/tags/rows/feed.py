@@ -25,7 +25,7 @@ from tailrace.config.settings import Settings
 from tailrace.errors import BadRequest, CursorError, RowsMissing, Unavailable
 from tailrace.log.cursor import MAX_CURSOR_BYTES, Cursor, FromCursor, FromEnd, FromLast, FromTime
 from tailrace.log.event import iso_time
-from tailrace.log.feed import BATCH_BYTES, Feed
+from tailrace.log.feed import BATCH_BYTES, OpenFeed
 from tailrace.log.hub import Hub
 from tailrace.log.request import AnyFeed, AnyFrame, ControlFrame, EventFrame, Moved
 from tailrace.log.segment import bucket_start
@@ -229,7 +229,7 @@ class CassandraTags(TagStore):
         return rows, shown
 
 
-class TagRowsFeed(Feed):
+class TagRowsFeed(OpenFeed):
     """An open feed over rows; no event that existed when it was opened has a timeuuid after ``target``."""
 
     def __init__(
