@@ -145,19 +145,17 @@ class LogFeeds:
     """Opens feeds over the logs of one view."""
 
     def __init__(self, hub: Hub, logs: Logs, clock: Callable[[], int]) -> None:
-        self._hub = hub
-        self._logs = logs
-        self._clock = clock
+        self.hub, self.logs, self.clock = hub, logs, clock
 
     async def open(self, request: FeedRequest) -> LogFeed:
         """Check the request against the logs and find its start. Errors are raised here, before the first frame."""
-        ends = [(await self._logs.log(name)).end for name in request.names]
+        ends = [(await self.logs.log(name)).end for name in request.names]
         if request.parameters.missing == "fail":
             for name, end in zip(request.names, ends, strict=True):
                 if end == Position.START:
                     raise StreamNotFound(name)
         starts = await self._starts(request, ends)
-        return await LogFeed(self._hub, self._logs, request, starts, ends, self._clock).begin()
+        return await LogFeed(self, request, starts, ends).begin()
 
     async def _starts(self, request: FeedRequest, ends: list[Position]) -> Sequence[Position]:
         start, names = request.start, request.names
@@ -166,9 +164,9 @@ class LogFeeds:
         if isinstance(start, FromEnd):
             return ends
         if isinstance(start, FromTime):
-            return [await before_time(self._logs, name, start.time_ms) for name in names]
+            return [await before_time(self.logs, name, start.time_ms) for name in names]
         if isinstance(start, FromLast):
-            return latest([await last_events(self._logs, name, start.count) for name in names], ends, start.count)
+            return latest([await last_events(self.logs, name, start.count) for name in names], ends, start.count)
         return [Position.START] * len(names)
 
 
@@ -176,16 +174,10 @@ class LogFeed(OpenFeed):
     """An open feed over the logs of names."""
 
     def __init__(
-        self,
-        hub: Hub,
-        logs: Logs,
-        request: FeedRequest,
-        starts: Sequence[Position],
-        ends: Sequence[Position],
-        clock: Callable[[], int],
+        self, feeds: LogFeeds, request: FeedRequest, starts: Sequence[Position], ends: Sequence[Position]
     ) -> None:
-        super().__init__(request, clock, request.until_ms)
-        self._hub, self._logs, self._request = hub, logs, request
+        super().__init__(request, feeds.clock, request.until_ms)
+        self._hub, self._logs, self._request = feeds.hub, feeds.logs, request
         self._starts, self._ends = starts, ends
         self._caught_up = False
         self._plain = len(request.names) == 1 and request.parameters.limit is None and request.since_ms is None
@@ -513,31 +505,23 @@ async def last_events(
     Inspects about ``most`` events at most.
     """
     for _ in range(TRIES):
-        hits, torn = await _last_events(logs, name, count, times, most)
-        if not torn:
-            break
-    return hits
-
-
-async def _last_events(
-    logs: Logs, name: str, count: int, times: EventTimes, most: int
-) -> tuple[list[tuple[int, Position]], bool]:
-    """Search once; return the hits, and True if a listed segment was packed or dropped meanwhile, or is damaged."""
-    hits: list[tuple[int, Position]] = []
-    step, torn, inspected = 1, False, 0
-    for segment in reversed((await logs.log(name)).segments):
-        before = segment.last
-        while before >= segment.first and len(hits) < count and inspected < most:
-            entries = await logs.read_back(name, segment, before, step)
-            if not entries:
-                torn = True
+        hits: list[tuple[int, Position]] = []
+        step, inspected, is_torn = 1, 0, False
+        for segment in reversed((await logs.log(name)).segments):
+            before = segment.last
+            while before >= segment.first and len(hits) < count and inspected < most:
+                entries = await logs.read_back(name, segment, before, step)
+                if not entries:
+                    is_torn = True  # a listed segment was packed or dropped meanwhile, or is damaged
+                    break
+                step = min(50, 2 * step)
+                for entry in entries:
+                    numbered = zip(range(entry.last, entry.first - 1, -1), reversed(times(entry)), strict=True)
+                    hits += [(ms, Position(segment.epoch, number - 1)) for number, ms in numbered if ms is not None]
+                    inspected += len(entry.run)
+                before = entries[-1].first - 1
+            if len(hits) >= count or inspected >= most:
                 break
-            step = min(50, 2 * step)
-            for entry in entries:
-                numbered = zip(range(entry.last, entry.first - 1, -1), reversed(times(entry)), strict=True)
-                hits += [(ms, Position(segment.epoch, number - 1)) for number, ms in numbered if ms is not None]
-                inspected += len(entry.run)
-            before = entries[-1].first - 1
-        if len(hits) >= count or inspected >= most:
+        if not is_torn:
             break
-    return hits[:count], torn
+    return hits[:count]

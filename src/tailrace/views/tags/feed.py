@@ -69,15 +69,13 @@ class TagFeed(LogFeed):
 
     def __init__(
         self,
-        hub: Hub,
-        logs: Logs,
+        feeds: LogFeeds,
         request: TagRequest,
         filters: Sequence[TagFilter],
         starts: Sequence[Position],
         ends: Sequence[Position],
-        clock: Callable[[], int],
     ) -> None:
-        super().__init__(hub, logs, request, starts, ends, clock)
+        super().__init__(feeds, request, starts, ends)
         self._filters = filters
         self._shows_all = all(each.shows_all for each in filters)
 
@@ -483,29 +481,29 @@ class ValkeyTags(TagStore, LogFeeds):  # type: ignore[misc]  # its requests are 
     own_cursors = False
 
     async def _exists(self, tag: str) -> bool:
-        return (await self._logs.log(tag)).end != Position.START
+        return (await self.logs.log(tag)).end != Position.START
 
     async def _feed(self, request: TagRequest, filters: Sequence[TagFilter]) -> TagFeed:
-        ends = [(await self._logs.log(tag)).end for tag in request.names]
+        ends = [(await self.logs.log(tag)).end for tag in request.names]
         if isinstance(request.start, FromLast):
             count, tails = request.start.count, []
             for tag, tag_filter in zip(request.names, filters, strict=True):
                 times = partial(_shown_times, tag_filter)
-                tails.append(await last_events(self._logs, tag, count, times, MAX_INSPECTED))
+                tails.append(await last_events(self.logs, tag, count, times, MAX_INSPECTED))
             starts = latest(tails, ends, count)
         else:
             starts = list(await self._starts(request, ends))
         form = TagFeed if len(request.names) == 1 else MergedTags
-        return form(self._hub, self._logs, request, filters, starts, ends, self._clock)
+        return form(self, request, filters, starts, ends)
 
     async def tags(self, prefix: str, after: str, limit: int) -> list[Tag]:
         tags: list[Tag] = []
         while len(tags) < limit:
-            names = await self._logs.names(after, prefix, min(limit - len(tags), PAGE))
+            names = await self.logs.names(after, prefix, min(limit - len(tags), PAGE))
             if not names:
                 break
             after = names[-1]
-            for name, log in zip(names, await self._logs.logs_of(names), strict=True):
+            for name, log in zip(names, await self.logs.logs_of(names), strict=True):
                 if segments := log.segments:  # else the tag has just expired as a whole
                     events, size = sum(each.events for each in segments), sum(each.bytes for each in segments)
                     first, last = iso_time(segments[0].start_ms), iso_time(segments[-1].newest_ms)
@@ -515,7 +513,7 @@ class ValkeyTags(TagStore, LogFeeds):  # type: ignore[misc]  # its requests are 
 
     async def is_at_end(self, names: Sequence[str], cursor: str) -> bool:
         positions = Cursor.parse(cursor, len(names)).positions
-        for log, position in zip(await self._logs.logs_of(names), positions, strict=True):
+        for log, position in zip(await self.logs.logs_of(names), positions, strict=True):
             if log.segments and key_of(log, position) < (log.segments[-1].index, log.segments[-1].last):
                 return False
         return True

@@ -93,7 +93,7 @@ class CassandraTags(TagStore):
         from_beginning = all(start.low == self._first for start in starts)
         settings = msgspec.structs.replace(self._settings, room=room)
         lines = [
-            TagLine(tag, self._rows, self._levels, start, settings, self._clock, from_beginning=from_beginning)
+            TagLine(self, tag, start, settings, from_beginning)
             for tag, start in zip(request.names, starts, strict=True)
         ]
         if not from_beginning:
@@ -102,7 +102,7 @@ class CassandraTags(TagStore):
         # A timeuuid may be ahead of the clock, but not of the floor of its partition.
         latest_ms = max([self._clock(), *(ms for each in levels.values() for ms in each.floors.values())])
         target = last_of(latest_ms)
-        return TagRowsFeed(self._hub, self._levels, request, lines, filters, settings, self._clock, target)
+        return TagRowsFeed(self, request, lines, filters, settings, target)
 
     async def is_at_end(self, names: Sequence[str], cursor: str) -> bool:
         positions = parse_positions(cursor, len(names))
@@ -111,7 +111,7 @@ class CassandraTags(TagStore):
         )
         levels = await self._levels.read(names)
         for tag, position in zip(names, positions, strict=True):
-            async with aclosing(TagLine(tag, self._rows, self._levels, position, settings, self._clock)) as line:
+            async with aclosing(TagLine(self, tag, position, settings)) as line:
                 await line.begin(levels[tag])
                 while line.is_reading and not line.ahead:
                     await line.read()
@@ -234,17 +234,15 @@ class TagRowsFeed(OpenFeed):
 
     def __init__(
         self,
-        hub: Hub,
-        levels: LevelReader,
+        store: CassandraTags,
         request: TagRequest,
         lines: Sequence[TagLine],
         filters: Sequence[TagFilter],
         settings: ReadSettings,
-        clock: Callable[[], int],
         target: UUID,
     ) -> None:
-        super().__init__(request, clock)
-        self._hub, self._levels, self._request, self._settings = hub, levels, request, settings
+        super().__init__(request, store._clock)
+        self._hub, self._levels, self._request, self._settings = store._hub, store._levels, request, settings
         self._lines, self._filters, self._target = lines, dict(zip(request.names, filters, strict=True)), target
         self._until = None if request.until_ms is None else last_of(request.until_ms)
         if not request.parameters.follow:
@@ -450,22 +448,14 @@ class TagLine:
     """One tag of a feed: its ``Reading``, and what was read ahead of the merge."""
 
     def __init__(
-        self,
-        tag: str,
-        rows: RowReader,
-        levels: LevelReader,
-        start: TagPosition,
-        settings: ReadSettings,
-        clock: Callable[[], int],
-        *,
-        from_beginning: bool = False,
+        self, store: CassandraTags, tag: str, start: TagPosition, settings: ReadSettings, from_beginning: bool = False
     ) -> None:
         self.tag = tag
         self.ahead: deque[Delivery] = deque()
-        self.reading = Reading(start, settings, from_beginning=from_beginning, now_ms=clock())
+        self.reading = Reading(start, settings, from_beginning=from_beginning, now_ms=store._clock())
         self.read_to: UUID = start.low
         """Timeuuid up to which all visible rows are read."""
-        self._rows, self._levels, self._clock = rows, levels, clock
+        self._rows, self._levels, self._clock = store._rows, store._levels, store._clock
         self._position, self._text = start, str(start)
         self._pages: AsyncGenerator[list[StoredRow], None] | None = None
         self._to = start.low
