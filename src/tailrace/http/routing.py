@@ -33,7 +33,7 @@ from tailrace.config.values import compile_pattern
 from tailrace.errors import AccessDenied, BadRequest, TooLarge
 from tailrace.http.delivery import FeedResponse
 from tailrace.http.openapi import Responses, answer, parameters, problems
-from tailrace.http.service import Service
+from tailrace.http.service import Service, ViewService
 
 FEED_PROBLEMS = (400, 404, 410, 503)
 EVERYTHING = ""
@@ -186,6 +186,15 @@ async def _service(request: Request) -> Service:
 
 
 Here = Annotated[Service, Depends(_service)]
+
+
+def part(view: str, kind: type[ViewService]) -> Any:
+    """Return the dependency of handlers on the part of a view."""
+
+    async def found(service: Here) -> ViewService:
+        return service.part_of(view, kind)
+
+    return Depends(found)
 
 
 def read_parameters(kind: type[P], query: QueryParams) -> P:

@@ -52,6 +52,7 @@ class Partition(msgspec.Struct, frozen=True):
         return f"{self.topic}@{self.generation}" if self.generation else self.topic
 
     @classmethod
+    @lru_cache(10_000)
     def parse(cls, text: str) -> Partition:
         """Read the text that ``str`` returns."""
         label, _, partition = text.rpartition(":")

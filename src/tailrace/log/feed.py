@@ -1,4 +1,4 @@
-"""The feed of logs: one name or several, from any start, then live.
+"""The loop of every feed, and the feed of logs: one name or several, from any start, then live.
 
 Invariant: from any cursor a feed yields exactly the events after it, each once and in each log's order, or a gap frame
 for events that are gone. It merges several logs by time as far as it has read them; each keeps its own order and
@@ -8,17 +8,20 @@ position. A LogReader reads one log, from the hub's live end or from the store.
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AsyncExitStack
 from heapq import heapify, heappop, heapreplace
+from math import inf
+from typing import Self
 
 import msgspec
 
 from tailrace.errors import CursorGone, StreamNotFound
 from tailrace.log.cursor import Cursor, FromCursor, FromEnd, FromLast, FromTime, Position
 from tailrace.log.hub import Hub, LiveEnd, SegmentEntry
-from tailrace.log.request import AnyFrame, ControlFrame, EventFrame, FeedRequest, Moved
+from tailrace.log.request import AnyFrame, AnyRequest, ControlFrame, EventFrame, FeedRequest, Moved
 from tailrace.log.run import NumberedRun
 from tailrace.log.segment import Gap, OrderKey, Segment, key_of, locate
 from tailrace.log.store import Logs
@@ -33,28 +36,126 @@ TRIES = 5
 BATCH_BYTES = 256 << 10
 UNTIL_GRACE_MS = 1000
 """Time that a live feed waits after ``until`` for events under way."""
+LEAST_WAIT_S = 0.05
+"""Shortest wait of a feed that is about to end at a time."""
 _encode = msgspec.json.Encoder().encode
+
+
+class OpenFeed(ABC):
+    """The loop of a feed. A view says how to read (``_next``), how to wait, and what its cursor is."""
+
+    def __init__(self, request: AnyRequest, clock: Callable[[], int], until_ms: float | None = None) -> None:
+        self._parameters, self._sent, self._caught_up = request.parameters, request.sent, request.resumed
+        self._clock, self._until_ms = clock, until_ms
+        self._is_strict = request.parameters.on_gap == "fail"
+        """True if the frames before a gap are the last ones: then CursorGone is raised."""
+        self._ended = False
+        self._wake = asyncio.Event()
+        """Set when there may be something new."""
+        self._stack = AsyncExitStack()
+        """What the feed follows."""
+
+    @property
+    def cursor(self) -> str:
+        """Cursor after the last frame; empty while there is none."""
+        return self._cursor_text()
+
+    @abstractmethod
+    def _cursor_text(self, ended: bool = False) -> str:
+        """Return the cursor after the last frame; with ``ended`` the one that says that the request has ended."""
+
+    @abstractmethod
+    async def _begin(self) -> None:
+        """Find the start; errors of the request are raised here."""
+
+    @abstractmethod
+    async def _next(self) -> Sequence[AnyFrame]:
+        """Return the next frames; none if there is nothing now."""
+
+    @abstractmethod
+    async def _wait(self) -> None:
+        """Wait until there may be more."""
+
+    async def begin(self) -> Self:
+        """Begin to follow, before the first frame is asked for."""
+        try:
+            await self._begin()
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    async def __aiter__(self) -> AsyncGenerator[Sequence[AnyFrame], None]:
+        try:
+            while not self._ended:
+                if frames := await self._next():
+                    yield frames
+                elif not self._ended:
+                    await self._wait()
+        finally:
+            await self.aclose()
+
+    async def aclose(self) -> None:
+        self._ended = True
+        await self._stack.aclose()
+
+    @property
+    def _is_full(self) -> bool:
+        """True if the limit is reached."""
+        limit = self._parameters.limit
+        return limit is not None and self._sent >= limit
+
+    @property
+    def _counted(self) -> int | None:
+        """Events sent, for the cursor; None if the request has no limit to count for."""
+        return None if self._parameters.limit is None else self._sent
+
+    @property
+    def _left_s(self) -> float:
+        """Time that a live feed still waits for events up to ``until``; endless if it does not end at a time."""
+        return inf if self._until_ms is None else (self._until_ms + UNTIL_GRACE_MS - self._clock()) / 1000
+
+    @property
+    def _is_over(self) -> bool:
+        """True if the feed ends as soon as it has caught up."""
+        return not self._parameters.follow or self._left_s <= 0
+
+    async def _woken(self, timeout_s: float = inf) -> bool:
+        """Wait until there may be something; return False on a timeout."""
+        try:
+            async with asyncio.timeout(None if timeout_s == inf else timeout_s):
+                await self._wake.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _catch_up(self, data: bytes = b"{}") -> list[AnyFrame]:
+        """Return the frame that says that the feed has caught up; it is sent once."""
+        self._caught_up = True
+        return [ControlFrame("caught-up", self.cursor, data)]
+
+    def _end(self, reason: str) -> list[AnyFrame]:
+        """End the feed; return its last frame."""
+        self._ended = True
+        facts = {"reason": reason, "events": self._sent}
+        return [ControlFrame("end", self._cursor_text(ended=True), _encode(facts))]
 
 
 class LogFeeds:
     """Opens feeds over the logs of one view."""
 
     def __init__(self, hub: Hub, logs: Logs, clock: Callable[[], int]) -> None:
-        self._hub = hub
-        self._logs = logs
-        self._clock = clock
+        self.hub, self.logs, self.clock = hub, logs, clock
 
     async def open(self, request: FeedRequest) -> LogFeed:
         """Check the request against the logs and find its start. Errors are raised here, before the first frame."""
-        ends = [(await self._logs.log(name)).end for name in request.names]
-        if request.missing == "fail":
+        ends = [(await self.logs.log(name)).end for name in request.names]
+        if request.parameters.missing == "fail":
             for name, end in zip(request.names, ends, strict=True):
                 if end == Position.START:
                     raise StreamNotFound(name)
         starts = await self._starts(request, ends)
-        feed = LogFeed(self._hub, self._logs, request, starts, ends, self._clock)
-        await feed.begin()
-        return feed
+        return await LogFeed(self, request, starts, ends).begin()
 
     async def _starts(self, request: FeedRequest, ends: list[Position]) -> Sequence[Position]:
         start, names = request.start, request.names
@@ -63,92 +164,61 @@ class LogFeeds:
         if isinstance(start, FromEnd):
             return ends
         if isinstance(start, FromTime):
-            return [await before_time(self._logs, name, start.time_ms) for name in names]
+            return [await before_time(self.logs, name, start.time_ms) for name in names]
         if isinstance(start, FromLast):
-            return latest([await last_events(self._logs, name, start.count) for name in names], ends, start.count)
+            return latest([await last_events(self.logs, name, start.count) for name in names], ends, start.count)
         return [Position.START] * len(names)
 
 
-class LogFeed:
-    """An open feed: ``async for`` yields batches of frames until it ends; ``aclose`` ends it early."""
+class LogFeed(OpenFeed):
+    """An open feed over the logs of names."""
 
     def __init__(
-        self,
-        hub: Hub,
-        logs: Logs,
-        request: FeedRequest,
-        starts: Sequence[Position],
-        ends: Sequence[Position],
-        clock: Callable[[], int],
+        self, feeds: LogFeeds, request: FeedRequest, starts: Sequence[Position], ends: Sequence[Position]
     ) -> None:
-        self._hub, self._logs, self._request, self._clock = hub, logs, request, clock
+        super().__init__(request, feeds.clock, request.until_ms)
+        self._hub, self._logs, self._request = feeds.hub, feeds.logs, request
         self._starts, self._ends = starts, ends
-        self._plain = len(request.names) == 1 and request.limit is None and request.since_ms is None
+        self._caught_up = False
+        self._plain = len(request.names) == 1 and request.parameters.limit is None and request.since_ms is None
         """True if the cursor is a single position: the common case, formatted for every event."""
         self._lines: list[MergeLine] = []
-        self._wake = asyncio.Event()
-        self._stack = AsyncExitStack()
-        self._sent = request.sent
-        self._caught_up = False
-        self._ended = False
 
     @property
     def cursor(self) -> str:
-        """Cursor after the last frame."""
         if self._plain:
             position = self._lines[0].position
             return f"{position.epoch}.{position.number}"
-        return str(self._cursor())
+        return self._cursor_text()
 
-    async def begin(self) -> None:
+    def _cursor_text(self, ended: bool = False) -> str:
+        return str(self._cursor(ended))
+
+    async def _begin(self) -> None:
         """Follow the logs and read their first entries, so that CursorGone is raised before the first frame."""
         request = self._request
-        try:
-            for name, start, end in zip(request.names, self._starts, self._ends, strict=True):
-                live_end = await self._stack.enter_async_context(self._hub.follow(name, self._wake))
-                line = self._line(LogReader(self._logs, name, start, live_end), end, len(self._lines))
-                self._lines.append(line)
-                if request.until is not None:
-                    log = await self._logs.log(name)
-                    line.until = key_of(log, request.until.last_seen(line.at))
-                    line.done = key_of(log, start) >= line.until
-            await self._fill()
-            if request.on_gap == "fail":
-                for line in self._lines:
-                    if line.ahead and isinstance(gap := line.ahead[0], Gap):
-                        raise CursorGone(line.reader.name, str(gap.after), str(gap.to), gap.reason)
-        except BaseException:
-            await self.aclose()
-            raise
+        for name, start, end in zip(request.names, self._starts, self._ends, strict=True):
+            live_end = await self._stack.enter_async_context(self._hub.follow(name, self._wake))
+            line = self._line(LogReader(self._logs, name, start, live_end), end, len(self._lines))
+            self._lines.append(line)
+            if request.until is not None:
+                log = await self._logs.log(name)
+                line.until = key_of(log, request.until.last_seen(line.at))
+                line.done = key_of(log, start) >= line.until
+        await self._fill()
+        for line in self._lines:
+            if self._is_strict and line.ahead and isinstance(gap := line.ahead[0], Gap):
+                self._gap(line, gap)
 
     def _line(self, reader: LogReader, end: Position, at: int) -> MergeLine:
         return MergeLine(reader, end, at)
 
-    def __aiter__(self) -> AsyncIterator[list[AnyFrame]]:
-        return self._batches()
-
-    async def aclose(self) -> None:
-        self._ended = True
-        await self._stack.aclose()
-
-    async def _batches(self) -> AsyncIterator[list[AnyFrame]]:
-        try:
-            while not self._ended:
-                self._wake.clear()
-                frames = await self._merge()
-                frames += self._controls()
-                if frames:
-                    yield frames
-                elif not self._ended:
-                    await self._wait()
-        finally:
-            await self._stack.aclose()
+    async def _next(self) -> list[AnyFrame]:
+        self._wake.clear()
+        return await self._merge() + self._controls()
 
     async def _wait(self) -> None:
-        until = self._request.until_ms
-        left = None if until is None else max(0.05, (until + UNTIL_GRACE_MS - self._clock()) / 1000)
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), left)
+        await self._woken(max(LEAST_WAIT_S, self._left_s))
 
     async def _fill(self) -> None:
         """Read the logs that have no event ahead, so that the merge can compare all of them."""
@@ -187,13 +257,12 @@ class LogFeed:
         frames: list[AnyFrame] = []
         size = 0
         moved = False
-        limit = self._request.limit
         await self._fill()
-        while size < BATCH_BYTES and (limit is None or self._sent < limit):
+        while size < BATCH_BYTES and not self._is_full:
             line = self._next_line()
             if line is None:
                 break
-            if isinstance(line.ahead[0], Gap) and frames and self._request.on_gap == "fail":
+            if isinstance(line.ahead[0], Gap) and frames and self._is_strict:
                 break  # the frames before the gap go out first
             item = line.ahead.popleft()
             if isinstance(item, Gap):
@@ -227,42 +296,28 @@ class LogFeed:
         return best
 
     def _gap(self, line: MergeLine, gap: Gap) -> AnyFrame:
-        if self._request.on_gap == "fail":
-            raise CursorGone(line.reader.name, str(gap.after), str(gap.to), gap.reason)
+        name, after, to = line.reader.name, str(gap.after), str(gap.to)
+        if self._is_strict:
+            raise CursorGone(name, after, to, gap.reason)
         line.position = gap.to
-        facts = {"name": line.reader.name, "from": str(gap.after), "to": str(gap.to), "reason": gap.reason}
+        facts = {"name": name, "from": after, "to": to, "reason": gap.reason}
         return ControlFrame("gap", self.cursor, _encode(facts))
 
     def _controls(self) -> list[AnyFrame]:
         """Return the frames that announce that the feed has caught up or has ended."""
         request, frames = self._request, list[AnyFrame]()
         if not self._caught_up and all(line.is_caught_up for line in self._lines):
-            self._caught_up = True
-            frames.append(ControlFrame("caught-up", self.cursor))
-        full = request.limit is not None and self._sent >= request.limit
+            frames += self._catch_up()
         read = all(line.done or not line.ahead for line in self._lines)
-        over = self._caught_up and read and (not request.follow or past_until(request.until_ms, self._clock()))
-        if full or over or all(line.done for line in self._lines):
-            self._ended = True
-            reason = "limit" if full else "until" if request.until_ms or request.until else "caught-up"
-            cursor = str(msgspec.structs.replace(self._cursor(), ended=True))
-            frames.append(end_frame(cursor, reason, self._sent))
+        if self._is_full:
+            frames += self._end("limit")
+        elif (self._caught_up and read and self._is_over) or all(line.done for line in self._lines):
+            frames += self._end("until" if request.until_ms or request.until else "caught-up")
         return frames
 
-    def _cursor(self) -> Cursor:
-        request = self._request
-        sent = self._sent if request.limit is not None else None
-        return Cursor(tuple(line.position for line in self._lines), sent, request.since_ms)
-
-
-def past_until(until_ms: int | None, now_ms: int) -> bool:
-    """Return whether a live feed has waited long enough after ``until``."""
-    return until_ms is not None and now_ms >= until_ms + UNTIL_GRACE_MS
-
-
-def end_frame(cursor: str, reason: str, events: int) -> ControlFrame:
-    """Return the last frame of a feed: why it ended and how many events it sent."""
-    return ControlFrame("end", cursor, _encode({"reason": reason, "events": events}))
+    def _cursor(self, ended: bool = False) -> Cursor:
+        positions = tuple(line.position for line in self._lines)
+        return Cursor(positions, self._counted, self._request.since_ms, ended)
 
 
 class MergeLine:
@@ -450,31 +505,23 @@ async def last_events(
     Inspects about ``most`` events at most.
     """
     for _ in range(TRIES):
-        hits, torn = await _last_events(logs, name, count, times, most)
-        if not torn:
-            break
-    return hits
-
-
-async def _last_events(
-    logs: Logs, name: str, count: int, times: EventTimes, most: int
-) -> tuple[list[tuple[int, Position]], bool]:
-    """Search once; return the hits, and True if a listed segment was packed or dropped meanwhile, or is damaged."""
-    hits: list[tuple[int, Position]] = []
-    step, torn, inspected = 1, False, 0
-    for segment in reversed((await logs.log(name)).segments):
-        before = segment.last
-        while before >= segment.first and len(hits) < count and inspected < most:
-            entries = await logs.read_back(name, segment, before, step)
-            if not entries:
-                torn = True
+        hits: list[tuple[int, Position]] = []
+        step, inspected, is_torn = 1, 0, False
+        for segment in reversed((await logs.log(name)).segments):
+            before = segment.last
+            while before >= segment.first and len(hits) < count and inspected < most:
+                entries = await logs.read_back(name, segment, before, step)
+                if not entries:
+                    is_torn = True  # a listed segment was packed or dropped meanwhile, or is damaged
+                    break
+                step = min(50, 2 * step)
+                for entry in entries:
+                    numbered = zip(range(entry.last, entry.first - 1, -1), reversed(times(entry)), strict=True)
+                    hits += [(ms, Position(segment.epoch, number - 1)) for number, ms in numbered if ms is not None]
+                    inspected += len(entry.run)
+                before = entries[-1].first - 1
+            if len(hits) >= count or inspected >= most:
                 break
-            step = min(50, 2 * step)
-            for entry in entries:
-                numbered = zip(range(entry.last, entry.first - 1, -1), reversed(times(entry)), strict=True)
-                hits += [(ms, Position(segment.epoch, number - 1)) for number, ms in numbered if ms is not None]
-                inspected += len(entry.run)
-            before = entries[-1].first - 1
-        if len(hits) >= count or inspected >= most:
+        if not is_torn:
             break
-    return hits[:count], torn
+    return hits[:count]

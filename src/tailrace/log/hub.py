@@ -22,7 +22,7 @@ from tailrace.errors import TailraceError, Unavailable
 from tailrace.log.run import NumberedRun
 from tailrace.log.segment import OrderKey, Segment
 from tailrace.log.store import Logs
-from tailrace.valkey.shards import Arg, Nodes
+from tailrace.valkey.shards import Nodes
 
 logger = logging.getLogger(__name__)
 
@@ -87,11 +87,8 @@ class Hub:
                 if not last_ids:
                     last_ids = await self._ends(shards, keys)
                     self._touch(self._live_ends)
-                streams: list[Arg] = [*last_ids, *last_ids.values()]
-                command = ("XREAD", "COUNT", 1000, "BLOCK", BLOCK_MS, "STREAMS", *streams)
-                answer = await self._nodes.block(shards[0], self._logs.view, command, BLOCK_MS / 1000)
-                for key, entries in answer.items() if isinstance(answer, dict) else answer or ():
-                    last_ids[key.decode()] = entries[-1][0].decode()
+                for key, entries in await self._nodes.follow(self._logs.view, last_ids, 1000, BLOCK_MS):
+                    last_ids[key] = entries[-1][0].decode()
                     for _, fields in entries:
                         names = fields if isinstance(fields, dict) else fields[::2]
                         self._touch(name.decode() for name in names)

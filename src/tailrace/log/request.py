@@ -16,23 +16,25 @@ from tailrace.log.cursor import MAX_NAMES, Cursor, FromCursor, FromEnd, FromStar
 from tailrace.log.event import parse_time
 
 
-class FeedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request for a feed over one or several names, with its start and times parsed; times are milliseconds."""
+class AnyRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request for a feed of any view: the parameters, and what is parsed of them."""
+
+    parameters: FeedParameters
+    sent: int = 0
+    """Events that the request sent before it was resumed; they count towards the limit."""
+    resumed: bool = False
+    """True if this continues an earlier request (``Last-Event-ID``)."""
+
+
+class FeedRequest(AnyRequest, frozen=True, kw_only=True):
+    """A request for a feed over one or several names; times are milliseconds."""
 
     names: tuple[str, ...]
     start: Start
     until_ms: int | None = None
     until: Cursor | None = None
-    limit: int | None = None
-    sent: int = 0
-    """Events that the request sent before it was resumed; they count towards the limit."""
     since_ms: int | None = None
     """Time at which the request began, if it began at one: older events are left out."""
-    follow: bool = True
-    missing: Literal["wait", "fail"] = "wait"
-    on_gap: Literal["skip", "fail"] = "skip"
-    resumed: bool = False
-    """True if this continues an earlier request (``Last-Event-ID``)."""
 
 
 def make_request(
@@ -60,16 +62,13 @@ def make_request(
         begin = FromEnd() if parameters.follow else FromStart()
     until_ms, until_cursor = _until(parameters.until, len(names), now_ms)
     return FeedRequest(
+        parameters=parameters,
         names=names,
         start=begin,
         until_ms=until_ms,
         until=until_cursor,
-        limit=parameters.limit,
         sent=sent,
         since_ms=since_ms,
-        follow=parameters.follow,
-        missing=parameters.missing,
-        on_gap=parameters.on_gap,
         resumed=resumed,
     )
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -282,7 +282,7 @@ class Nodes(_Client):
     def __init__(self, options: StoreOptions) -> None:
         super().__init__(options)
         self._clients: dict[Address | None, valkey.asyncio.Valkey] = {}
-        self._blocking: dict[tuple[int | str, str], valkey.asyncio.Valkey] = {}
+        self._blocking: dict[tuple[str, str], valkey.asyncio.Valkey] = {}
 
     async def open(self) -> Nodes:
         self._slots = None
@@ -327,40 +327,34 @@ class Nodes(_Client):
         with _missing_library():
             return await self.read_keyed(keyed_calls(calls))
 
-    async def block(self, shard: int, who: str, command: tuple[Arg, ...], timeout_s: float) -> Any:
-        """Run a blocking command on a shard; each caller ``who`` has a connection of its own."""
-        await self._resolve()
-        return await self._block((shard, who), self._homes[shard], command, timeout_s)
+    async def follow(self, who: str, after: Mapping[str, str], count: int, wait_ms: int) -> list[tuple[str, Any]]:
+        """Wait for entries after ids, by the keys of streams on one node; return the streams that have some, with them.
 
-    async def block_keyed(self, key: str, who: str, command: tuple[Arg, ...], timeout_s: float) -> Any:
-        """Run a blocking command on the node of a key; the connection stays until ``end_block``."""
-        slots = await self._resolve()
-        return await self._block((key, who), slots.node_of(key), command, timeout_s)
+        Each caller ``who`` has a connection of its own for the first key, until ``end_follow``.
+        """
+        slots, first = await self._resolve(), next(iter(after))
+        with translated():
+            client = self._blocking.get((first, who))
+            if client is None:
+                arguments = self.options.connection(slots.node_of(first))
+                arguments["socket_timeout"] = wait_ms / 1000 + self.options.timeout_s
+                client = self._blocking[first, who] = _client_of(arguments, 1)
+            try:
+                streams = *after, *after.values()
+                answer = await client.execute_command("XREAD", "COUNT", count, "BLOCK", wait_ms, "STREAMS", *streams)
+            except ValkeyError:
+                self._slots = None
+                await self.end_follow(first, who)
+                raise
+        _heed_cancellation()
+        found = answer.items() if isinstance(answer, dict) else answer or ()
+        return [(key.decode(), entries) for key, entries in found]
 
-    async def end_block(self, key: str, who: str) -> None:
-        """Close the connection of ``block_keyed``, if there is one."""
+    async def end_follow(self, key: str, who: str) -> None:
+        """Close the connection of ``follow``, if there is one."""
         client = self._blocking.pop((key, who), None)
         if client is not None:
             await client.aclose()
-
-    async def _block(
-        self, which: tuple[int | str, str], address: Address | None, command: tuple[Arg, ...], timeout_s: float
-    ) -> Any:
-        with translated():
-            client = self._blocking.get(which)
-            if client is None:
-                arguments = self.options.connection(address)
-                arguments["socket_timeout"] = timeout_s + self.options.timeout_s
-                client = self._blocking[which] = _client_of(arguments, 1)
-            try:
-                answer = await client.execute_command(*command)
-            except ValkeyError:
-                self._slots = None
-                if self._blocking.pop(which, None) is not None:
-                    await client.aclose()
-                raise
-        _heed_cancellation()
-        return answer
 
     async def _run(self, placed: Sequence[tuple[Address | None, tuple[Arg, ...]]]) -> list[Any]:
         answers: list[Any] = [None] * len(placed)

@@ -147,7 +147,7 @@ async def test_a_stream_that_begins_anew_is_told_and_followed(
         async with feeds_of(store) as feeds:
             feed = await opened(feeds, mine.identity, start="start")
             batches = feed.__aiter__()
-            got = await anext(batches)
+            got = list(await anext(batches))
             client.delete(f"stream:{mine.stream}")
             client.xadd(f"stream:{mine.stream}", entry, id="5-1")
             async with asyncio.timeout(20):
@@ -219,7 +219,7 @@ async def test_a_session_that_is_opened_again_in_another_stream_is_followed_ther
         async with feeds_of(store) as feeds:
             feed = await opened(feeds, first.identity, start="start")
             batches = feed.__aiter__()
-            got = await anext(batches)
+            got = list(await anext(batches))
             second = Foreign(client, f"{store.prefix}-b", first.identity).open()
             second.append(periodic(1, T0 + 1, 1, [2.0]))
             second.close()

@@ -369,11 +369,10 @@ def test_the_service_reads_and_calls_where_a_key_is(any_store: StoreOptions) -> 
             weighed = await nodes.call_keyed([("weigh", slot, ("0-0", 10, 1 << 20)) for slot in slots])
             assert [(number, size) for (_, number, size) in weighed] == [(b"1", len(s) + 1) for s in streams]
             key = keys.stream(streams[0])
-            waiting = nodes.block_keyed(key, "me", ("XREAD", "BLOCK", 5_000, "STREAMS", key, "0-0"), 5.0)
-            answer = await waiting
-            assert len(answer) == 1
-            await nodes.end_block(key, "me")
-            await nodes.end_block(key, "me")
+            ((read, entries),) = await nodes.follow("me", {key: "0-0"}, 10, 5_000)
+            assert (read, len(entries)) == (key, 1)
+            await nodes.end_follow(key, "me")
+            await nodes.end_follow(key, "me")
         finally:
             await nodes.close()
 

@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import Depends, Path, Request, Response
+from fastapi import Path, Request, Response
 from pydantic import AfterValidator
 
 from tailrace.api.answers import Day, Days, Stream, Streams
@@ -24,7 +24,7 @@ from tailrace.api.requests import MAX_TOP, FeedParameters, Parameters, StreamsFe
 from tailrace.errors import BadRequest, Overloaded, StreamNotFound
 from tailrace.http.delivery import follow_logs
 from tailrace.http.openapi import FEED
-from tailrace.http.routing import Here, LastEventId, Routes, decoded
+from tailrace.http.routing import LastEventId, Routes, decoded, part
 from tailrace.http.service import LogService, Service
 from tailrace.log.cursor import Position
 from tailrace.log.event import iso_time
@@ -204,11 +204,7 @@ class DaysService(LogService):
         return {"streams_followed": self.followed}
 
 
-async def _days(service: Here) -> DaysService:
-    return service.part_of("days", DaysService)
-
-
-DaysHere = Annotated[DaysService, Depends(_days)]
+DaysHere = Annotated[DaysService, part("days", DaysService)]
 Name = Annotated[
     str,
     Path(description="Name of a stream, URL-encoded; it may contain `/`, which may be written `%2F` or as it is."),

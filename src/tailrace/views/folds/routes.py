@@ -22,7 +22,7 @@ from itertools import chain
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
-from fastapi import Depends, Path, Request, Response
+from fastapi import Path, Request, Response
 from pydantic import AfterValidator
 
 from tailrace.api.answers import (
@@ -49,7 +49,7 @@ from tailrace.errors import (
 )
 from tailrace.http.delivery import follow_logs
 from tailrace.http.openapi import FEED, json_body
-from tailrace.http.routing import Here, LastEventId, Routes, body_of, decoded
+from tailrace.http.routing import LastEventId, Routes, body_of, decoded, part
 from tailrace.http.service import LogService, Service, ViewService
 from tailrace.log.event import iso_time
 from tailrace.metrics import FoldMetrics
@@ -350,11 +350,7 @@ class _Flush:
         return int(reached or 0)
 
 
-async def _folds(service: Here) -> FoldsService:
-    return service.part_of(VIEW, FoldsService)
-
-
-FoldsHere = Annotated[FoldsService, Depends(_folds)]
+FoldsHere = Annotated[FoldsService, part(VIEW, FoldsService)]
 RuleName = Annotated[str, Path(description="Name of a rule of folds."), AfterValidator(decoded)]
 GROUP_BODY = json_body(GroupBody, {"group": {"account_id": "account_1"}})
 WINDOWS_BODY = json_body(WindowsBody, {"quiet": "2s", "max_wait": "30s"})

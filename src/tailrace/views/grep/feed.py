@@ -8,12 +8,12 @@ live matches before the pins, since the stretches have them.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from heapq import heappush, heapreplace
+from math import inf
 from typing import Any
 
 import msgspec
@@ -23,7 +23,7 @@ from tailrace.errors import BrokerUnavailable, CursorError, CursorGone, SearchEn
 from tailrace.kafka.broker import BrokerTopics, Topic
 from tailrace.log.cursor import FromEnd, FromLast, FromStart, FromTime, Position
 from tailrace.log.event import iso_time
-from tailrace.log.feed import LogReader, before_time, past_until
+from tailrace.log.feed import LEAST_WAIT_S, LogReader, OpenFeed, before_time
 from tailrace.log.hub import Hub
 from tailrace.log.request import AnyFrame, ControlFrame, Moved
 from tailrace.log.segment import Gap
@@ -32,8 +32,8 @@ from tailrace.views.grep.matches import MatchWindow, Payloads
 from tailrace.views.grep.model import LIVE, GrepRequest, SearchCursor, SearchLife, Stretch
 from tailrace.views.grep.store import Leases, Searches, SearchLease
 
-LEAST_WAIT_S, WAIT_S = 0.05, 0.5
-"""Pause before a feed checks again whether a scan is done or the end is reached."""
+WAIT_S = 0.5
+"""Longest pause before a feed checks again whether a scan is done or the end is reached."""
 LOOK_MS = 5000
 """Interval at which a feed that waits for the end of a topic checks that the topic still exists."""
 KEEP_MS = 1000
@@ -62,12 +62,12 @@ class GrepFeeds:
     reach: timedelta | None = None
     """Limit of how far back a search may go."""
 
-    async def open(self, request: GrepRequest) -> GrepFeed | NewestFeed:
+    async def open(self, request: GrepRequest) -> GrepFeed:
         """Register and lease the search and find its start; all errors of the request are raised here."""
         request = await self._resume_client(request)
         floor_ms = self._floor_ms(request)
         wanted = request.search.topic_filter()
-        await self.topics.topics(wanted, request.missing)
+        await self.topics.topics(wanted, request.parameters.missing)
         life = await self.searches.register(request.search, self.clock())
         # Listed again: a topic created before the registration belongs to the past.
         topics = await self.topics.topics(wanted)
@@ -75,14 +75,7 @@ class GrepFeeds:
         if pins is None:
             pins = await self.searches.pin(life, await self.topics.ends(topics))
         lease = await SearchLease.take(self.leases, request, life)
-        history = SearchHistory(self, life, pins, topics, lease)
-        try:
-            if isinstance(request.start, FromLast):
-                return NewestFeed(history, request, request.start.count, floor_ms)
-            return await GrepFeed.open(history, request)
-        except BaseException:
-            await lease.give_up()
-            raise
+        return await GrepFeed(SearchHistory(self, life, pins, topics, lease), request, floor_ms).begin()
 
     def _floor_ms(self, request: GrepRequest) -> int:
         """Return the earliest time that a search may request, 0 for the start; TooFarBack if it begins earlier."""
@@ -97,9 +90,10 @@ class GrepFeeds:
 
     async def _resume_client(self, request: GrepRequest) -> GrepRequest:
         """Return the request of a named client with its stored position as the start, if there is one."""
-        if request.client is None or isinstance(request.start, SearchCursor):
+        client = request.parameters.client
+        if client is None or isinstance(request.start, SearchCursor):
             return request
-        stored = await self.searches.position(request.search.id, request.client)
+        stored = await self.searches.position(request.search.id, client)
         if stored is None:
             return request
         cursor = SearchCursor.parse(stored)
@@ -208,85 +202,99 @@ class SearchHistory:
         return [ControlFrame("progress", cursor, _encode(facts))]
 
 
-class GrepFeed:
-    """An open feed: ``async for`` yields batches of frames until it ends; ``aclose`` ends it early."""
+class GrepFeed(OpenFeed):
+    """An open feed of a search that is registered and leased. It has no cursor until its start is found."""
 
-    def __init__(
-        self, history: SearchHistory, request: GrepRequest, ends: dict[str, int], part: int, gap: Gap | None
-    ) -> None:
-        self._history, self._feeds, self._lease, self._request = history, history.feeds, history.lease, request
-        self._ends, self._part = ends, part
-        self._window = MatchWindow(self._feeds.payloads, request, history.life, history.pins)
-        if gap is not None:
-            self._window.add(gap)
-        self._caught_up = request.resumed
+    def __init__(self, history: SearchHistory, request: GrepRequest, floor_ms: int) -> None:
+        feeds = history.feeds
+        super().__init__(request, feeds.clock, request.until_ms)
+        self._history, self._request, self._feeds, self._lease = history, request, feeds, history.lease
+        self._newest = NewestMatches(history, request, floor_ms) if isinstance(request.start, FromLast) else None
+        """The search for the start, if it begins with the last matches and they are not known yet."""
+        self._window: MatchWindow
+        self._ends: dict[str, int] = {}
+        """Ends of the partitions that the live log has not reached yet."""
+        self._part = LIVE
         self._at_ends = self._closing = False
-        self._checked_ms = self._opened_ms = self._feeds.clock()
-        self._ended = False
+        self._checked_ms = self._opened_ms = 0
         self._wake = history.lease.wake
-        self._following = AsyncExitStack()
         self._reader: LogReader
         self._acknowledged, self._kept_ms = "", 0
         self._progress: ScanProgress | None = None
+        self._pending: list[AnyFrame] = []
 
-    @classmethod
-    async def open(cls, history: SearchHistory, request: GrepRequest) -> GrepFeed:
-        """Open the feed of a search that is registered and leased."""
-        feeds, gap = history.feeds, None
-        if isinstance(request.start, SearchCursor):
-            part, position, gap = await history.resume(request.start)
-        elif isinstance(request.start, FromEnd):
+    async def _begin(self) -> None:
+        self._checked_ms = self._opened_ms = self._clock()
+        if self._newest is not None:
+            return
+        feeds, history, start, gap = self._feeds, self._history, self._request.start, None
+        if isinstance(start, SearchCursor):
+            part, position, gap = await history.resume(start)
+        elif isinstance(start, FromEnd):
             part, position = LIVE, (await feeds.logs.log(history.life.name)).end
         else:
-            since_ms = request.start.time_ms if isinstance(request.start, FromTime) else 0
+            since_ms = start.time_ms if isinstance(start, FromTime) else 0
             await history.request_past(since_ms)
             part = await history.first_part(since_ms)
             position = await history.position_before(part, since_ms)
-        feed = cls(history, request, await feeds.topics.ends(list(history.topics)), part, gap)
-        try:
-            await feed._enter(part, position)
-            if feed._window.is_empty:  # no gap to report first
-                # A client that returns before the first event resumes here, not at a later end.
-                await feed._keep(feed.cursor)
-        except BaseException:
-            await feed.aclose()
-            raise
-        return feed
+        self._ends = await feeds.topics.ends(list(history.topics))
+        self._window = MatchWindow(feeds.payloads, self._request, history.life, history.pins)
+        if gap is not None:
+            self._window.add(gap)
+        await self._enter(part, position)
+        if self._window.is_empty:  # no gap to report first
+            # A client that returns before the first event resumes here, not at a later end.
+            await self._keep(self.cursor)
 
-    @property
-    def cursor(self) -> str:
-        return self._window.cursor
+    async def _find_start(self, newest: NewestMatches) -> list[AnyFrame]:
+        start = await newest.find_start()
+        if isinstance(start, Stretch):
+            if self._progress is None or self._progress.stretch.number != start.number:
+                self._progress = ScanProgress(start, self._clock)
+            return []
+        self._newest = self._progress = None
+        begin = FromTime(start) if start else FromStart()
+        self._request = msgspec.structs.replace(self._request, start=begin, since_ms=start or None)
+        await self._begin()
+        return [Moved(self.cursor)]
+
+    def _cursor_text(self, ended: bool = False) -> str:
+        return "" if self._newest is not None else self._window.cursor(ended)
 
     async def aclose(self) -> None:
         """Stop following and release the lease."""
-        self._ended = True
-        await self._following.aclose()
+        await super().aclose()
         with suppress(TailraceError):
             if self._acknowledged and self._lease.is_held:
                 await self._keep("", at_last=True)
         await self._lease.give_up()
 
-    async def __aiter__(self) -> AsyncIterator[Sequence[AnyFrame]]:
-        while not self._ended:
-            before = self.cursor if self._request.client is not None else ""
-            if frames := await self._next():
-                yield frames
-                # The caller has taken the batch, but may not have sent it all. So store the cursor before it: a client
-                # that returns by its name gets the batch again rather than not at all.
-                await self._keep(before)
+    async def __aiter__(self) -> AsyncGenerator[Sequence[AnyFrame], None]:
+        before = self.cursor
+        async for frames in super().__aiter__():
+            yield frames
+            # The caller has taken the batch, but may not have sent it all. So store the cursor before it: a client
+            # that returns by its name gets the batch again rather than not at all.
+            await self._keep(before)
+            before = self.cursor
 
     async def _keep(self, cursor: str, at_last: bool = False) -> None:
         """Store the position of a named client, from time to time."""
-        client, now = self._request.client, self._feeds.clock()
-        if client is None:
-            return
+        client, now = self._request.parameters.client, self._clock()
         self._acknowledged = cursor or self._acknowledged
+        if client is None or not self._acknowledged:
+            return
         if at_last or not 0 <= now - self._kept_ms < KEEP_MS:  # the clock may be set back
             self._kept_ms = now
             await self._feeds.searches.keep_position(self._history.life.search.id, client, self._acknowledged)
 
     async def _next(self) -> Sequence[AnyFrame]:
-        request, window = self._request, self._window
+        if self._pending:
+            frames, self._pending = self._pending, []
+            return frames
+        if self._newest is not None:
+            return await self._find_start(self._newest)
+        window = self._window
         if window.is_ready:
             return await window.show()
         self._lease.check()
@@ -298,7 +306,7 @@ class GrepFeed:
         # First ask whether more may come, then read: the read sees what came in between.
         last = await self._is_last()
         pieces = await self._reader.next()
-        if last and not pieces and (self._part != LIVE or not self._caught_up or self._is_closing()):
+        if last and not pieces and (self._part != LIVE or not self._caught_up or self._is_over):
             # The hub may be behind that answer: only the store can tell that this is the end.
             await self._enter(self._part, self._reader.position)
             pieces = await self._reader.next()
@@ -307,21 +315,18 @@ class GrepFeed:
                 window.add(piece)
             return [Moved(self.cursor)] if window.is_empty else await window.show()
         if not last:
-            return await self._wait()
+            return []
         if self._part != LIVE:
             return await self._enter_next_part()
-        frames: list[AnyFrame] = []
-        if not self._caught_up:
-            self._caught_up = True
-            frames.append(ControlFrame("caught-up", self.cursor))
-        if not self._is_closing():
-            return frames or await self._wait()
-        if request.follow and not self._closing:
+        frames = [] if self._caught_up else self._catch_up()
+        if not self._is_over:
+            return frames
+        if self._parameters.follow and not self._closing:
             # Records written until now may still be on their way.
             self._closing, self._at_ends = True, False
             self._ends = await self._current_ends()
             return frames
-        return [*frames, *self._end("until" if request.until_ms is not None else "caught-up")]
+        return [*frames, *self._end("until" if self._until_ms is not None else "caught-up")]
 
     async def _is_last(self) -> bool:
         """Return whether the part's log is complete: a scanned stretch, or live up to the ends at the feed's start."""
@@ -351,33 +356,30 @@ class GrepFeed:
         life, part = self._history.life, await self._history.next_part(self._part)
         frames: list[AnyFrame] = []
         for lost in await self._feeds.searches.lost(life, self._part):
-            if self._request.on_gap == "fail":
-                start = msgspec.structs.replace(self._window.position.cursor, positions=(Position.START,))
-                first, after = f"{lost.source}:{lost.first}", SearchCursor(life.number, part, start)
+            if self._is_strict:
+                self._window.enter(part, "", Position.START)
+                first = f"{lost.source}:{lost.first}"
                 what = f"search {life.search.id}: {first} up to offset {lost.until - 1}"
-                raise CursorGone(life.search.id, first, str(after), lost.reason, what)
+                raise CursorGone(life.search.id, first, self.cursor, lost.reason, what)
             frames.append(ControlFrame("gap", self.cursor, _encode(lost)))
         await self._enter(part, Position.START)
         self._progress = None
         return [*frames, Moved(self.cursor)]
 
-    async def _wait(self) -> list[AnyFrame]:
+    async def _wait(self) -> None:
         # Once the feed has caught up, only the hub wakes it: thousands of waiting feeds must cost nothing.
-        settled = self._part == LIVE and self._at_ends and self._caught_up and self._request.until_ms is None
+        settled = self._part == LIVE and self._at_ends and self._caught_up and self._until_ms is None
         # The pause is short at first, so that short scans show their end at once.
-        pause_s = min(WAIT_S, max(LEAST_WAIT_S, (self._feeds.clock() - self._opened_ms) / 10_000))
-        with suppress(TimeoutError):
-            async with asyncio.timeout(None if settled else pause_s):
-                await self._wake.wait()
-        if self._part == LIVE or self._progress is None:
-            return []
-        return await self._history.progress(self._progress, self.cursor)
+        pause_s = min(WAIT_S, max(LEAST_WAIT_S, (self._clock() - self._opened_ms) / 10_000))
+        await self._woken(inf if settled else pause_s)
+        self._lease.check()
+        if self._progress is not None and (self._part != LIVE or self._newest is not None):
+            self._pending = await self._history.progress(self._progress, self.cursor)
 
     async def _enter(self, part: int, position: Position) -> None:
-        await self._following.aclose()
-        self._following = AsyncExitStack()
+        await self._stack.aclose()
         name = await self._history.log_name(part)
-        live_end = await self._following.enter_async_context(self._feeds.hub.follow(name, self._wake))
+        live_end = await self._stack.enter_async_context(self._feeds.hub.follow(name, self._wake))
         self._part = part
         self._window.enter(part, name, position)
         if part == LIVE and position == Position.START:
@@ -388,52 +390,20 @@ class GrepFeed:
         self._reader = LogReader(self._feeds.logs, name, position, live_end)
 
     def _end(self, reason: str) -> list[AnyFrame]:
-        self._ended = True
-        return [self._window.end(reason)]
-
-    def _is_closing(self) -> bool:
-        """Return whether the feed ends when it has caught up."""
-        return not self._request.follow or past_until(self._request.until_ms, self._feeds.clock())
+        self._sent = self._window.sent
+        return super()._end(reason)
 
 
-class NewestFeed:
-    """A feed of the last ``count`` matches and those after them, with the interface of ``GrepFeed``.
+class NewestMatches:
+    """The search for the start of a feed that begins with the last matches.
 
-    It requests growing stretches of the past, latest first, until they have ``count`` matches or reach ``floor_ms``.
-    Until the start is found it has no cursor, and a reader that is cut off must begin again.
+    It requests growing stretches of the past, latest first, until they have enough matches or reach ``floor_ms``.
     """
 
-    def __init__(self, history: SearchHistory, request: GrepRequest, count: int, floor_ms: int) -> None:
-        self._history, self._request, self._count, self._floor_ms = history, request, count, floor_ms
-        self._now_ms, self._tried_ms = history.feeds.clock(), history.life.since_ms
-        self._feed: GrepFeed | None = None
-
-    @property
-    def cursor(self) -> str:
-        """Cursor after the last frame; empty until the start is found."""
-        return "" if self._feed is None else self._feed.cursor
-
-    async def aclose(self) -> None:
-        """Stop the search for the start, or the feed, and release the lease."""
-        if self._feed is not None:
-            await self._feed.aclose()
-        await self._history.lease.give_up()
-
-    async def __aiter__(self) -> AsyncIterator[Sequence[AnyFrame]]:
-        progress: ScanProgress | None = None
-        while isinstance(start := await self.find_start(), Stretch):
-            if progress is None or progress.stretch.number != start.number:
-                progress = ScanProgress(start, self._history.feeds.clock)
-            await asyncio.sleep(WAIT_S)
-            self._history.lease.check()
-            if frames := await self._history.progress(progress, ""):
-                yield frames
-        begin = FromTime(start) if start else FromStart()
-        found = msgspec.structs.replace(self._request, start=begin, since_ms=start or None)
-        self._feed = await GrepFeed.open(self._history, found)
-        yield [Moved(self._feed.cursor)]
-        async for batch in self._feed:
-            yield batch
+    def __init__(self, history: SearchHistory, request: GrepRequest, floor_ms: int) -> None:
+        assert isinstance(request.start, FromLast)
+        self._history, self._count, self._until_ms = history, request.start.count, request.until_ms
+        self._floor_ms, self._now_ms, self._tried_ms = floor_ms, history.feeds.clock(), history.life.since_ms
 
     async def find_start(self) -> int | Stretch:
         """Return the time at which the last matches begin, or the stretch whose scan must end before that is known."""
@@ -460,7 +430,7 @@ class NewestFeed:
         history, newest = self._history, list[int]()
         parts = [(history.life.name, history.pins), *((stretch.name(history.life), {}) for stretch in stretches)]
         for name, pins in parts:
-            await _newest(history.feeds.logs, name, self._count, pins, (since_ms, self._request.until_ms), newest)
+            await _newest(history.feeds.logs, name, self._count, pins, (since_ms, self._until_ms), newest)
         return newest
 
 

@@ -30,7 +30,6 @@ from tailrace.errors import BrokerUnavailable, CursorGone
 from tailrace.kafka.broker import BrokerTopics, Consumers
 from tailrace.log.cursor import Cursor, Position
 from tailrace.log.event import Partition, home_of
-from tailrace.log.feed import end_frame
 from tailrace.log.hub import SegmentEntry
 from tailrace.log.request import AnyFrame, Batch, ControlFrame, EventFrame, Moved
 from tailrace.log.run import Run, decode
@@ -358,11 +357,11 @@ class MatchWindow:
 
     def __init__(self, payloads: Payloads, request: GrepRequest, life: SearchLife, pins: Mapping[str, int]) -> None:
         self._payloads, self._request, self._life, self._pins = payloads, request, life, pins
+        self._parameters, self.sent = request.parameters, request.sent
         self._part, self._name, self._position = LIVE, "", Position.START
         self._ahead: deque[PendingRun | Gap] = deque()
         self._ready: deque[tuple[_Rows, Batch]] = deque()
         """Batches of the first pending rows, made and not sent yet."""
-        self._sent = request.sent
         self._tail = Cursor((), None, request.since_ms).suffix
         """Suffix of cursors without a count of events sent."""
 
@@ -377,17 +376,14 @@ class MatchWindow:
     @property
     def room(self) -> int | None:
         """Events up to the limit; None without one."""
-        return None if self._request.limit is None else max(0, self._request.limit - self._sent)
+        limit = self._parameters.limit
+        return None if limit is None else max(0, limit - self.sent)
 
-    @property
-    def position(self) -> SearchCursor:
-        """Position after the last event sent."""
-        sent = self._sent if self._request.limit is not None or self._request.count else None
-        return SearchCursor(self._life.number, self._part, Cursor((self._position,), sent, self._request.since_ms))
-
-    @property
-    def cursor(self) -> str:
-        return str(self.position)
+    def cursor(self, ended: bool = False) -> str:
+        """Return the cursor after the last event sent."""
+        sent = self.sent if self.room is not None or self._parameters.count else None
+        cursor = Cursor((self._position,), sent, self._request.since_ms, ended)
+        return str(SearchCursor(self._life.number, self._part, cursor))
 
     def enter(self, part: int, name: str, position: Position) -> None:
         self._part, self._name, self._position = part, name, position
@@ -411,18 +407,18 @@ class MatchWindow:
         if isinstance(head, Gap):
             self._ahead.popleft()
             return [self._gap(head)]
-        if self._request.count:
+        if self._parameters.count:
             return self._count()
         rows = self._fit()
-        if self._request.limit is None:
+        if self.room is None:
             await self._make_ready(rows)
             if self._ready:
                 return self._take_ready()
         return self._show_single(rows, await self._fetch(rows))
 
     def _fit(self) -> list[_Rows]:
-        request, rows = self._request, list[_Rows]()
-        left, room = request.window, self.room
+        rows = list[_Rows]()
+        left, room = self._parameters.window, self.room
         for ahead in self._ahead:
             if isinstance(ahead, Gap):
                 break
@@ -468,30 +464,30 @@ class MatchWindow:
     def _take_ready(self) -> Batch:
         rows, batch = self._ready.popleft()
         self._advance(rows.ahead, rows.end)
-        self._sent += len(batch)
+        self.sent += len(batch)
         return batch
 
     def _show_single(self, rows: Sequence[_Rows], found: Mapping[Partition, Mapping[int, bytes]]) -> list[AnyFrame]:
         """Return one frame per match: the request excludes some, or some are gone, or there is a limit."""
-        request, frames, moved = self._request, list[AnyFrame](), False
+        frames, moved = list[AnyFrame](), False
         for each in rows:
             run = each.ahead.run
             frame_of = found.get(run.partition, {})
             for at in each.ahead.rows(each.begin, each.end):
                 data = frame_of.get(run.offsets[at])
-                if data is None and frames and request.on_gap == "fail":
+                if data is None and frames and self._parameters.on_gap == "fail":
                     return frames  # send the events before the gap first
                 self._advance(each.ahead, at + 1)
                 if data is None:
                     frames.append(self._gone(f"{run.partition}:{run.offsets[at]}"))
                 else:
-                    self._sent += 1
-                    frames.append(EventFrame(self.cursor, data))
+                    self.sent += 1
+                    frames.append(EventFrame(self.cursor(), data))
             moved = each.ahead.at < each.end
             if moved:
                 self._advance(each.ahead, each.end)
         if moved:
-            frames.append(Moved(self.cursor))
+            frames.append(Moved(self.cursor()))
         return frames
 
     def _count(self) -> list[AnyFrame]:
@@ -499,9 +495,9 @@ class MatchWindow:
             if self.room == 0:
                 break
             end = ahead.fit(None, self.room)
-            self._sent += len(ahead.rows(ahead.at, end))
+            self.sent += len(ahead.rows(ahead.at, end))
             self._advance(ahead, end)
-        return [Moved(self.cursor)]
+        return [Moved(self.cursor())]
 
     def _advance(self, ahead: PendingRun, end: int) -> None:
         """Move past rows of the first pending run."""
@@ -551,12 +547,7 @@ class MatchWindow:
         return self._gap_frame({"id": event, "reason": "gone"}, event, "Kafka has dropped it", f"record {event}")
 
     def _gap_frame(self, facts: Mapping[str, str], after: str, reason: str, what: str) -> AnyFrame:
-        if self._request.on_gap == "fail":
+        if self._parameters.on_gap == "fail":
             search = self._life.search.id
-            raise CursorGone(search, after, self.cursor, reason, f"search {search}: {what}")
-        return ControlFrame("gap", self.cursor, _encode(facts))
-
-    def end(self, reason: str) -> ControlFrame:
-        position = self.position
-        ended = msgspec.structs.replace(position, cursor=msgspec.structs.replace(position.cursor, ended=True))
-        return end_frame(str(ended), reason, self._sent)
+            raise CursorGone(search, after, self.cursor(), reason, f"search {search}: {what}")
+        return ControlFrame("gap", self.cursor(), _encode(facts))

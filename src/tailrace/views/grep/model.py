@@ -11,15 +11,15 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from hashlib import sha256
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from tailrace.api.requests import WINDOW_BYTES, GrepParameters
+from tailrace.api.requests import GrepParameters
 from tailrace.errors import BadRequest, CursorError, QueryError, TopicForbidden
 from tailrace.log.cursor import Cursor, FromCursor, FromEnd, FromLast, FromStart, FromTime, parse_start
 from tailrace.log.event import Partition, parse_time
-from tailrace.log.request import check_options
+from tailrace.log.request import AnyRequest, check_options
 from tailrace.query import Query, QueryLimits, compile_query, compile_regex
 from tailrace.query.parse import UNLIMITED
 from tailrace.query.predicate import TopicFilter
@@ -204,22 +204,12 @@ class SearchCursor(msgspec.Struct, frozen=True):
         return cls(int(match[1]), int(match[2]), Cursor.parse(match[3], 1))
 
 
-class GrepRequest(msgspec.Struct, frozen=True, kw_only=True):
+class GrepRequest(AnyRequest, frozen=True, kw_only=True):
+    parameters: GrepParameters
     search: Search
     start: FromStart | FromEnd | FromLast | FromTime | SearchCursor
     since_ms: int | None = None
     until_ms: int | None = None
-    limit: int | None = None
-    sent: int = 0
-    follow: bool = True
-    count: bool = False
-    missing: Literal["wait", "fail"] = "wait"
-    on_gap: Literal["skip", "fail"] = "skip"
-    window: int = WINDOW_BYTES
-    """Bytes of events to fetch at once; at least one event is fetched."""
-    resumed: bool = False
-    client: str | None = None
-    """Name under which the reader's position is stored."""
 
 
 def make_grep_request(
@@ -254,17 +244,11 @@ def make_grep_request(
     else:
         begin = FromEnd() if parameters.follow else FromStart()
     return GrepRequest(
+        parameters=parameters,
         search=search,
         start=begin,
         since_ms=since_ms,
         until_ms=parse_time(parameters.until, now_ms) if parameters.until else None,
-        limit=parameters.limit,
         sent=sent,
-        follow=parameters.follow,
-        count=parameters.count,
-        missing=parameters.missing,
-        on_gap=parameters.on_gap,
-        window=window,
         resumed=resumed,
-        client=client,
     )

@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import Depends, Path, Request, Response
+from fastapi import Path, Request, Response
 from pydantic import AfterValidator
 
 from tailrace.api.answers import (
@@ -39,7 +39,7 @@ from tailrace.api.requests import (
 from tailrace.errors import SearchNotFound
 from tailrace.http.delivery import answer_feed
 from tailrace.http.openapi import FEED, json_body
-from tailrace.http.routing import Here, LastEventId, Routes, body_of, decoded, read_body, topics_of
+from tailrace.http.routing import LastEventId, Routes, body_of, decoded, part, read_body, topics_of
 from tailrace.http.service import LogService, Service, connected, now_ms
 from tailrace.kafka.broker import BrokerTopics, client_properties
 from tailrace.log.event import iso_time
@@ -105,11 +105,7 @@ class GrepService(LogService):
         return {"searches": await self.figures()}
 
 
-async def _grep(service: Here) -> GrepService:
-    return service.part_of(VIEW, GrepService)
-
-
-GrepHere = Annotated[GrepService, Depends(_grep)]
+GrepHere = Annotated[GrepService, part(VIEW, GrepService)]
 SearchId = Annotated[str, Path(description="Id of a search, as the list of searches has it."), AfterValidator(decoded)]
 GREP_BODY = json_body(GrepBody, {"topics": "orders-.*", "q": {"total": {"$gt": 100}}, "from": "-1h"})
 EXPLAIN_BODY = json_body(ExplainBody, {"q": {"total": {"$gt": 100}}, "samples": [{"total": 120}]})

@@ -312,7 +312,8 @@ class SearchLease:
     @classmethod
     async def take(cls, leases: Leases, request: GrepRequest, life: SearchLife) -> SearchLease:
         """Lease the search of a request, or raise SearchEnded if it has ended since it was registered."""
-        facts = LeaseRequest(life.number, _start_text(request), request.window, request.client or "")
+        given = request.parameters
+        facts = LeaseRequest(life.number, _start_text(request), given.window, given.client or "")
         return await leases.take(life.search.id, facts)
 
     @property

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import struct
 import time
-from collections.abc import AsyncGenerator, Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -21,6 +21,7 @@ import numpy as np
 
 from tailrace.errors import SessionNotFound
 from tailrace.log.cursor import BEGINNING, EntryId, FromStart, id_text
+from tailrace.log.feed import BATCH_BYTES, LEAST_WAIT_S, OpenFeed
 from tailrace.log.request import AnyFrame, ControlFrame, EventFrame, Moved
 from tailrace.views.sessions.life import Beginning, LifeItem, SessionLife, SessionParts, begin_life, recover_lost
 from tailrace.views.sessions.model import merge_session_json
@@ -40,8 +41,8 @@ from tailrace.views.sessions.samples import (
 from tailrace.views.sessions.streams import FromSessionCursor, Located, SessionCursor, SessionRequest, SessionStart
 from tailrace.views.sessions.telemetry import CLOSED
 
-BATCH_BYTES, BATCH_ENTRIES = 256 << 10, 512
-"""Limits of one batch, after which the viewer has its turn even if there is nothing to show."""
+BATCH_ENTRIES = 512
+"""Most entries of one batch, after which the viewer has its turn even if there is nothing to show."""
 JOINED_SAMPLES, JOINED_ENTRIES = 20_000, 64
 """Limits of one frame of several entries; an entry is not divided."""
 FARTHEST = 1 << 52
@@ -52,8 +53,6 @@ CHECK_S = 5.0
 """Silence after which a feed checks that the session is still the one it follows."""
 ENDING_S = 1.0
 """The same while the session seems to be over."""
-GRACE_NS = 1_000_000_000
-"""Time after ``until`` for which a live feed waits for samples under way."""
 
 Span: TypeAlias = tuple[int, int]
 
@@ -138,33 +137,34 @@ def _items(series: Sequence[LineSeries]) -> Iterator[tuple[Line, Times, Values]]
             times, values = times[end:], values[end:]
 
 
-class SessionFeed:
-    """An open feed: ``async for`` yields batches of frames until it ends; ``aclose`` ends it early."""
+class SessionFeed(OpenFeed):
+    """An open feed of a session. It has no cursor until the session is there."""
 
     def __init__(self, parts: SessionParts, request: SessionRequest, form: Form) -> None:
-        self._parts, self._request, self._form = parts, request, form
-        self._parameters = request.parameters
-        self._until_time = request.until if isinstance(request.until, int) else None
+        until = self._until_time = request.until if isinstance(request.until, int) else None
         """Samples after this time (ns) are left out."""
+        super().__init__(request, lambda: time.time_ns() // 1_000_000, None if until is None else until / 1e6)
+        self._parts, self._request, self._form = parts, request, form
         self._life: SessionLife | None = None
         self._thinner: Thinner[Line] = Thinner(request.thinning)
         self._unsent: UnsentSamples | None = None
         """Samples up to ``_position`` that the former feed had not sent, until they are read again."""
         self._position = StreamPosition.of(BEGINNING)
         self._joined = _Joined()
-        self._sent = request.sent
         self._range: Span | None = None
         """Range in the last frame that had one: it only grows."""
         self._resumed_range: Span | None = None
         """Range of the session when the feed was resumed: the viewer has seen about that one."""
-        self._announced = request.resumed
         self._next_life: tuple[Located, EntryId] | None = None
         """A later life, and the entry up to which this one has to be read first."""
         self._pending: list[AnyFrame] = []
         self._end_reason = ""
         """Reason why the session has nothing more."""
-        self._ended = self._moved = self._dropping = False
-        self._wait = _Wait()
+        self._moved = self._dropping = False
+        self._now = asyncio.get_running_loop().time
+        self._checked_at = self._now()
+        self._ending_since: float | None = None
+        """Time since which this life of the session has seemed to be over."""
 
     @classmethod
     async def open(cls, parts: SessionParts, request: SessionRequest, form: Form = as_json) -> SessionFeed:
@@ -175,55 +175,43 @@ class SessionFeed:
             BadRequest: It lacks a requested channel.
             CursorGone: The start is gone, and the request wants no gaps.
         """
-        feed = cls(parts, request, form)
-        try:
-            await feed._begin()
-        except BaseException:
-            await feed.aclose()
-            raise
-        return feed
+        return await cls(parts, request, form).begin()
 
-    @property
-    def cursor(self) -> str:
-        """Cursor of the feed; empty while there is no session."""
-        return "" if self._life is None else str(self._cursor())
+    def _cursor_text(self, ended: bool = False) -> str:
+        return "" if self._life is None else str(self._cursor(ended))
 
     @property
     def behind(self) -> int:
         """Bytes that a viewer that had caught up is behind the end of its stream."""
-        return self._life.behind if self._life is not None and self._announced else 0
+        return self._life.behind if self._life is not None and self._caught_up else 0
 
     def stop(self) -> None:
         """End soon, without a frame."""
         self._ended = True
-        self._wait.wake.set()
+        self._wake.set()
 
     def drop(self) -> None:
         """Continue at the live end, and report that: the viewer is too slow."""
         self._dropping = True
-        self._wait.wake.set()
+        self._wake.set()
 
-    async def aclose(self) -> None:
-        self._ended = True
-        if self._life is not None:
-            await self._life.stack.aclose()
+    async def _next(self) -> list[AnyFrame]:
+        self._wake.clear()
+        if self._life is None and not await self._appears():
+            return []
+        return await self._gather() + await self._controls()
 
-    async def __aiter__(self) -> AsyncGenerator[list[AnyFrame], None]:
-        try:
-            while not self._ended:
-                self._wait.wake.clear()
-                if self._life is None and not await self._appears():
-                    continue
-                frames = await self._gather()
-                frames += await self._controls()
-                if frames:
-                    yield frames
-                elif self._life is not None and not self._life.is_read:
-                    await asyncio.sleep(0)  # there is more to read, and so far nothing to show
-                elif not self._ended and await self._wait.is_due(self._left_ns()):
-                    await self._check_session()
-        finally:
-            await self.aclose()
+    async def _wait(self) -> None:
+        left_s = max(LEAST_WAIT_S, self._left_s)
+        if self._life is None:
+            await self._woken(min(POLL_S, left_s))
+        elif not self._life.is_read:
+            await asyncio.sleep(0)  # there is more to read, and so far nothing to show
+        else:
+            silent_s = self._checked_at + (CHECK_S if self._ending_since is None else ENDING_S) - self._now()
+            if silent_s <= 0 or not await self._woken(min(silent_s, left_s)):
+                self._checked_at = self._now()  # also beside other sessions in the stream that are never silent
+                await self._check_session()
 
     # The begin.
 
@@ -241,7 +229,7 @@ class SessionFeed:
         while self._life is not None and (lost := await self._life.fill()) is not None:
             if await self._resumes(self._life, lost):
                 continue
-            if self._parameters.on_gap == "fail":
+            if self._is_strict:
                 raise lost.error(self._request.identity)
             break
 
@@ -251,16 +239,16 @@ class SessionFeed:
             await self._join(located, self._request.start)
             return True
         if not self._parameters.follow:
-            self._announced = self._ended = True
+            self._caught_up = self._ended = True
             self._pending.append(ControlFrame("end", "", _encode({"reason": "caught-up", "events": 0})))
             return True
-        await self._wait.wakes(POLL_S, self._left_ns())
         return False
 
     async def _join(self, located: Located, start: SessionStart, is_latest: bool = True) -> None:
         """Follow the session from a start on: its latest life, or without ``is_latest`` this one."""
         is_resumed = isinstance(start, FromSessionCursor)
-        life = self._life = await SessionLife.join(self._parts, located, self._request, self._wait.wake, is_latest)
+        life = self._life = await SessionLife.join(self._parts, located, self._request, self._wake, is_latest)
+        self._stack = life.stack
         begin = await begin_life(life, start)
         if begin.is_over:
             await self._expect(life, life.located)  # the rest of the earlier life first, if it was in this stream
@@ -304,14 +292,14 @@ class SessionFeed:
 
     async def _gather(self) -> list[AnyFrame]:
         """Return a batch, in as few frames as possible."""
-        life, limit, is_strict = self._life, self._parameters.limit, self._parameters.on_gap == "fail"
+        life = self._life
         frames, self._pending = self._pending, []
         if life is None or self._ended:
             return frames
         if self._dropping:
             return frames + await self._drop(life)
         size = count = 0
-        while size < BATCH_BYTES and count < BATCH_ENTRIES and (limit is None or self._sent < limit):
+        while size < BATCH_BYTES and count < BATCH_ENTRIES and not self._is_full:
             count += 1
             lost = await life.fill()
             if life.is_past_end(self._position):
@@ -319,7 +307,7 @@ class SessionFeed:
             if lost is not None:
                 self._unsent = None if lost.back else self._unsent  # the rest of them was read again
                 frames += self._frames()
-                if frames and is_strict:
+                if frames and self._is_strict:
                     break  # the frames before the gap go out first
                 if await self._resumes(life, lost):
                     continue
@@ -330,7 +318,7 @@ class SessionFeed:
                 frames += self._frames()
                 size += len(frames[-1].data) if frames and isinstance(frames[-1], EventFrame) else 0
             if isinstance(item, LostStretch):
-                if frames and is_strict:
+                if frames and self._is_strict:
                     life.put_back(item)
                     break
                 frames += [*self._flush(), self._gap(item), *await self._description()]
@@ -388,7 +376,7 @@ class SessionFeed:
         return EventFrame(cursor, life.shared(item, key, lambda: form(frame, cursor), len))
 
     def _gap(self, lost: LostStretch) -> AnyFrame:
-        if self._parameters.on_gap == "fail":
+        if self._is_strict:
             raise lost.error(self._request.identity)
         self._position = lost.move(self._position)
         return ControlFrame("gap", self.cursor, _encode(lost.facts(self._request.identity)))
@@ -405,22 +393,20 @@ class SessionFeed:
 
     async def _controls(self) -> list[AnyFrame]:
         """Report that the feed has caught up, that another life began, or that it has ended."""
-        life, limit, frames = self._life, self._parameters.limit, list[AnyFrame]()
+        life, frames = self._life, list[AnyFrame]()
         if life is None or self._ended:
             return frames
         if self._next_life is not None and life.is_read and life.is_past(self._next_life[1]):
             return await self._turn(life, self._next_life[0])
         if self._end_reason:
             return self._flush() + self._end(self._end_reason)
-        if not self._announced and self._next_life is None and life.is_past(life.target):
-            self._announced = True
-            frames.append(ControlFrame("caught-up", self.cursor, _encode({"position": id_text(life.target)})))
-        if limit is not None and self._sent >= limit:
+        if not self._caught_up and self._next_life is None and life.is_past(life.target):
+            frames += self._catch_up(_encode({"position": id_text(life.target)}))
+        if self._is_full:
             return frames + self._end("limit")
         if life.is_past_end(self._position):
             return frames + self._end("until")
-        left_ns = self._left_ns()
-        if self._announced and life.is_read and left_ns is not None and left_ns <= 0:
+        if self._caught_up and life.is_read and self._left_s <= 0:
             return frames + self._flush() + self._end("until")
         if life.is_read and life.state in CLOSED:
             frames += await self._close(life)
@@ -428,18 +414,9 @@ class SessionFeed:
             frames += self._flush() + self._end("caught-up")
         return frames
 
-    def _left_ns(self) -> int | None:
-        """Return the time that a live feed still waits; None if it has no time at which it ends."""
-        return None if self._until_time is None else self._until_time + GRACE_NS - time.time_ns()
-
     def _flush(self) -> list[AnyFrame]:
         self._joined.add(self._thinner.flush())
         return self._frames()
-
-    def _end(self, reason: str) -> list[AnyFrame]:
-        self._ended = True
-        cursor = msgspec.structs.replace(self._cursor(), ended=True)
-        return [ControlFrame("end", str(cursor), _encode({"reason": reason, "events": self._sent}))]
 
     async def _close(self, life: SessionLife) -> list[AnyFrame]:
         """End if the session is closed and everything was sent. Its hash may be closed before the stream is."""
@@ -452,7 +429,8 @@ class SessionFeed:
         if not life.is_past(until) or (found is not None and found.state not in CLOSED):
             return []
         closed = await life.is_closed(until)
-        if not self._wait.was_long() and closed is False:
+        self._ending_since = self._now() if self._ending_since is None else self._ending_since
+        if self._now() - self._ending_since < CHECK_S and closed is False:
             return []
         return [*self._flush(), *self._end(life.state)]
 
@@ -484,14 +462,14 @@ class SessionFeed:
         if not await life.is_whole():
             frames.append(self._gap(LostStretch(self._position, StreamPosition.of(position), "life-over")))
         self._thinner, self._unsent = Thinner(self._request.thinning), None
-        self._wait.ending_since = None
+        self._ending_since = None
         self._range = self._resumed_range = None
         if between is not None:
             self._position = StreamPosition.of(position)
             await life.turn(number, self._position)
             await self._expect(life, later)
         else:
-            await life.stack.aclose()
+            await self._stack.aclose()
             self._position, self._life, self._next_life = StreamPosition.of(BEGINNING), None, None
             await self._join(later, FromStart(), is_latest=False)
         facts = {"before": former, "number": number, "position": id_text(position)}
@@ -503,47 +481,10 @@ class SessionFeed:
         life = self._life
         return life is None or self._unsent is None or life.position >= self._position or life.is_read
 
-    def _cursor(self) -> SessionCursor:
+    def _cursor(self, ended: bool = False) -> SessionCursor:
         assert self._life is not None
         unsent = self._thinner.unsent(self._position) if self._is_rebuilt else self._unsent
-        sent = self._sent if self._parameters.limit is not None else None
-        return SessionCursor(self._life.number, self._position, unsent, sent, self._request.since)
-
-
-class _Wait:
-    """The wait of a feed for new entries, and for the next check of the session."""
-
-    def __init__(self) -> None:
-        self.wake = asyncio.Event()
-        """Set when there may be something."""
-        self._clock = asyncio.get_running_loop().time
-        self._checked_at = self._clock()
-        self.ending_since: float | None = None
-        """Time since which this life of the session has seemed to be over."""
-
-    async def wakes(self, timeout_s: float, left_ns: int | None = None) -> bool:
-        """Wait until there may be something, not longer than the request lasts; return False on a timeout."""
-        if left_ns is not None:
-            timeout_s = min(timeout_s, max(0.05, left_ns / 1e9))
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self.wake.wait()
-        except TimeoutError:
-            return False
-        return True
-
-    async def is_due(self, left_ns: int | None) -> bool:
-        """Wait until there may be something; return True if the session is to be checked."""
-        left_s = self._checked_at + (CHECK_S if self.ending_since is None else ENDING_S) - self._clock()
-        if left_s > 0 and await self.wakes(left_s, left_ns):
-            return False
-        self._checked_at = self._clock()  # also beside other sessions in the stream that are never silent
-        return True
-
-    def was_long(self) -> bool:
-        """Return True if the session has seemed to be over for long, since the first call."""
-        self.ending_since = self._clock() if self.ending_since is None else self.ending_since
-        return self._clock() - self.ending_since >= CHECK_S
+        return SessionCursor(self._life.number, self._position, unsent, self._counted, self._request.since, ended)
 
 
 class _Joined(msgspec.Struct):

@@ -245,7 +245,7 @@ class StreamHub:
                     logger.exception("stream %s cannot be read", tap.stream)
                     await asyncio.sleep(0.5)
         finally:
-            await self.live.nodes.end_block(key, reader)
+            await self.live.nodes.end_follow(key, reader)
 
     async def _advance(self, tap: Tap, key: str, reader: str) -> None:
         if not tap.opened.is_set():
@@ -255,13 +255,12 @@ class StreamHub:
         clock = asyncio.get_running_loop().time
         read_at = clock()
         while True:
-            command = ("XREAD", "COUNT", PAGE, "BLOCK", BLOCK_MS, "STREAMS", key, id_text(tap.head))
-            answer = await self.live.nodes.block_keyed(key, reader, command, BLOCK_MS / 1000)
+            answer = await self.live.nodes.follow(reader, {key: id_text(tap.head)}, PAGE, BLOCK_MS)
             gone = await self.live.trimmed(tap.stream) if answer else None
             if gone is not None and tap.head < gone <= await self.live.last_generated_id(tap.stream):
                 tap.restart(gone)  # entries were trimmed before they were read: followers ask the store
             # No await from here until the followers are woken: they see a tap before or after the change.
-            for _, entries in answer.items() if isinstance(answer, dict) else answer or ():
+            for _, entries in answer:
                 tap.add(map(entry_of, entries), max(1 << 16, self._ring_bytes // max(1, len(self.taps))))
                 read_at = clock()
             if answer:

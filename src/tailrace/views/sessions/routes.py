@@ -24,7 +24,7 @@ from importlib.resources import files
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import Depends, HTTPException, Path, Request, Response
+from fastapi import HTTPException, Path, Request, Response
 from fastapi.responses import HTMLResponse
 from pydantic import AfterValidator
 from starlette.websockets import WebSocket
@@ -45,7 +45,7 @@ from tailrace.errors import BadRequest, SessionNotFound, TailraceError
 from tailrace.http.delivery import answer_feed, converse
 from tailrace.http.openapi import Responses, answer, feed, reference, text
 from tailrace.http.problems import problem_of
-from tailrace.http.routing import Here, LastEventId, Routes, admit, decoded, read_parameters
+from tailrace.http.routing import LastEventId, Routes, admit, decoded, part, read_parameters
 from tailrace.http.service import Service, ViewService, now_ms
 from tailrace.kafka.broker import BrokerTopics, Records, client_properties
 from tailrace.log.cursor import BEGINNING, FromEnd, FromStart, id_text
@@ -106,11 +106,7 @@ class SessionsService(ViewService):
         return {"trim": sessions.trim_every, "abandon": sessions.trim_every, "forget": sessions.forget_every}
 
 
-async def _sessions(service: Here) -> SessionsService:
-    return service.part_of("sessions", SessionsService)
-
-
-SessionsHere = Annotated[SessionsService, Depends(_sessions)]
+SessionsHere = Annotated[SessionsService, part("sessions", SessionsService)]
 PAGE = text("text/html")
 SESSION_FEED = feed(
     reference(Burst),

@@ -49,6 +49,7 @@ from tailrace.log.cursor import (
     parse_start,
 )
 from tailrace.log.event import parse_time
+from tailrace.log.request import AnyRequest
 from tailrace.valkey.keys import LEDGER_WHOLE, TRIMMED_BY_US, TRIMMED_NEWEST
 from tailrace.valkey.shards import Keyed, Nodes, mapping
 from tailrace.views.sessions.configuration import Binding, Catalogue, Channels, identifiers
@@ -170,21 +171,17 @@ def _parse_exact(text: str) -> int | SessionCursor | None:
     return SessionCursor.parse(text) if _LIKE_A_CURSOR.match(text) else None
 
 
-class SessionRequest(msgspec.Struct, frozen=True, kw_only=True):
+class SessionRequest(AnyRequest, frozen=True, kw_only=True):
     """A request for the feed of one session, with the start grammar resolved; times are nanoseconds."""
 
-    identity: str
     parameters: SessionFeedParameters
+    identity: str
     start: SessionStart
     selection: Selection = Selection()
     thinning: Thinning | None = None
     until: int | SessionCursor | None = None
-    sent: int = 0
-    """Bursts sent before the request was resumed; they count towards the limit."""
     since: int | None = None
     """Samples before this time are left out: the request began at a time."""
-    resumed: bool = False
-    """True if this continues an earlier request (``Last-Event-ID``)."""
 
     def shared_thinning(self, unsent: UnsentSamples | None) -> Thinning | None:
         """Return the thinning that viewers may share, before samples are left out; only whole cells may be, then."""

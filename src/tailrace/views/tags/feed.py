@@ -25,7 +25,6 @@ import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -70,15 +69,13 @@ class TagFeed(LogFeed):
 
     def __init__(
         self,
-        hub: Hub,
-        logs: Logs,
+        feeds: LogFeeds,
         request: TagRequest,
         filters: Sequence[TagFilter],
         starts: Sequence[Position],
         ends: Sequence[Position],
-        clock: Callable[[], int],
     ) -> None:
-        super().__init__(hub, logs, request, starts, ends, clock)
+        super().__init__(feeds, request, starts, ends)
         self._filters = filters
         self._shows_all = all(each.shows_all for each in filters)
 
@@ -181,18 +178,17 @@ class MergedTags(TagFeed):
         sent_ahead = start.cursor.ahead[at] if isinstance(start, FromCursor) and start.cursor.ahead else ()
         return _Line(reader, end, at, sent_ahead)
 
-    def _cursor(self) -> Cursor:
-        cursor = super()._cursor()
+    def _cursor(self, ended: bool = False) -> Cursor:
+        cursor = super()._cursor(ended)
         if not any(line.sent_ahead for line in self._lines):
             return cursor
         return msgspec.structs.replace(cursor, ahead=tuple(_ranges(line) for line in self._lines))
 
     async def _wait(self) -> None:
-        if not self._is_waiting:
+        if self._is_waiting:
+            await self._woken(MARK_POLL_S)
+        else:
             await super()._wait()
-            return
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), MARK_POLL_S)
 
     # Reading.
 
@@ -275,16 +271,16 @@ class MergedTags(TagFeed):
 
     async def _merge(self) -> list[AnyFrame]:
         frames: list[AnyFrame] = []
-        size, reads, limit = 0, 0, self._request.limit
+        size = reads = 0
         self._is_waiting, self._marks_are_old = False, True
         await self._fill()
-        while size < BATCH_BYTES and (limit is None or self._sent < limit):
+        while size < BATCH_BYTES and not self._is_full:
             if reads > MAX_READS:
                 self._wake.set()  # there is more to read: do not wait
                 break
             gap = next((line for line in self._lines if line.ahead and isinstance(line.ahead[0], Gap)), None)
             if gap is not None:
-                if frames and self._request.on_gap == "fail":
+                if frames and self._is_strict:
                     break  # events before the gap go out first
                 item = gap.ahead.popleft()
                 assert isinstance(item, Gap)
@@ -442,16 +438,14 @@ class TagStore(ABC):
 
     async def open(self, request: TagRequest) -> AnyFeed:
         """Check the request against the store, find its start, and open a feed. Raises before anything is sent."""
-        if request.missing == "fail":
+        if request.parameters.missing == "fail":
             for tag in request.names:
                 if not await self._exists(tag):
                     raise StreamNotFound(tag)
         filters = [TagFilter(request, index) for index in range(len(request.names))]
         if request.mode == "all":
             request, filters = msgspec.structs.replace(request, names=request.names[:1]), filters[:1]
-        feed = await self._feed(request, filters)
-        await feed.begin()
-        return feed
+        return await (await self._feed(request, filters)).begin()
 
     @abstractmethod
     async def _exists(self, tag: str) -> bool:
@@ -487,29 +481,29 @@ class ValkeyTags(TagStore, LogFeeds):  # type: ignore[misc]  # its requests are 
     own_cursors = False
 
     async def _exists(self, tag: str) -> bool:
-        return (await self._logs.log(tag)).end != Position.START
+        return (await self.logs.log(tag)).end != Position.START
 
     async def _feed(self, request: TagRequest, filters: Sequence[TagFilter]) -> TagFeed:
-        ends = [(await self._logs.log(tag)).end for tag in request.names]
+        ends = [(await self.logs.log(tag)).end for tag in request.names]
         if isinstance(request.start, FromLast):
             count, tails = request.start.count, []
             for tag, tag_filter in zip(request.names, filters, strict=True):
                 times = partial(_shown_times, tag_filter)
-                tails.append(await last_events(self._logs, tag, count, times, MAX_INSPECTED))
+                tails.append(await last_events(self.logs, tag, count, times, MAX_INSPECTED))
             starts = latest(tails, ends, count)
         else:
             starts = list(await self._starts(request, ends))
         form = TagFeed if len(request.names) == 1 else MergedTags
-        return form(self._hub, self._logs, request, filters, starts, ends, self._clock)
+        return form(self, request, filters, starts, ends)
 
     async def tags(self, prefix: str, after: str, limit: int) -> list[Tag]:
         tags: list[Tag] = []
         while len(tags) < limit:
-            names = await self._logs.names(after, prefix, min(limit - len(tags), PAGE))
+            names = await self.logs.names(after, prefix, min(limit - len(tags), PAGE))
             if not names:
                 break
             after = names[-1]
-            for name, log in zip(names, await self._logs.logs_of(names), strict=True):
+            for name, log in zip(names, await self.logs.logs_of(names), strict=True):
                 if segments := log.segments:  # else the tag has just expired as a whole
                     events, size = sum(each.events for each in segments), sum(each.bytes for each in segments)
                     first, last = iso_time(segments[0].start_ms), iso_time(segments[-1].newest_ms)
@@ -519,7 +513,7 @@ class ValkeyTags(TagStore, LogFeeds):  # type: ignore[misc]  # its requests are 
 
     async def is_at_end(self, names: Sequence[str], cursor: str) -> bool:
         positions = Cursor.parse(cursor, len(names)).positions
-        for log, position in zip(await self._logs.logs_of(names), positions, strict=True):
+        for log, position in zip(await self.logs.logs_of(names), positions, strict=True):
             if log.segments and key_of(log, position) < (log.segments[-1].index, log.segments[-1].last):
                 return False
         return True

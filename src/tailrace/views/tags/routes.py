@@ -17,7 +17,7 @@ from typing import Annotated
 from uuid import UUID
 
 import msgspec
-from fastapi import Depends, Path, Request, Response
+from fastapi import Path, Request, Response
 from pydantic import AfterValidator
 
 from tailrace.api.answers import NamedReader, ReadersPage, SourcesPage, TaggedSource, TagsPage
@@ -26,7 +26,7 @@ from tailrace.config.values import format_duration
 from tailrace.errors import CursorError, StreamNotFound, TagsOff, TailraceError
 from tailrace.http.delivery import answer_feed
 from tailrace.http.openapi import feed_with
-from tailrace.http.routing import Here, LastEventId, Routes, decoded
+from tailrace.http.routing import LastEventId, Routes, decoded, part
 from tailrace.http.service import LogService, Service, connected, now_ms
 from tailrace.log.cursor import FromCursor
 from tailrace.log.event import iso_time, shard_of
@@ -85,11 +85,7 @@ class TagsService(LogService):
         return [ReaderFigures(each.client, ",".join(each.tags), each.lag_s) for each in await inspect_readers(self)]
 
 
-async def _tags(service: Here) -> TagsService:
-    return service.part_of(VIEW, TagsService)
-
-
-TagsHere = Annotated[TagsService, Depends(_tags)]
+TagsHere = Annotated[TagsService, part(VIEW, TagsService)]
 TagName = Annotated[
     str,
     Path(description="A tag, URL-encoded; it may contain `/`, which may be written `%2F` or as it is."),

@@ -10,7 +10,6 @@ Invariant: no event that is still to be written has a timeuuid before the floor 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from itertools import islice
 from typing import Any
 
@@ -19,7 +18,7 @@ import msgspec
 from tailrace.errors import StaleDriver
 from tailrace.log.event import Partition, shard_of
 from tailrace.log.store import LogRegistry
-from tailrace.valkey.marks import SCAN_PREFIX, parse_mark_time
+from tailrace.valkey.marks import parse_mark_time, parse_marks
 from tailrace.valkey.shards import Command, Nodes, Shards, mapping
 from tailrace.views.tags.model import Erasure, SourceProgress
 
@@ -97,11 +96,7 @@ def read_floors(shards: Shards, wanted: Sequence[int]) -> list[dict[Partition, i
 
 
 def _floors(answer: Any) -> dict[Partition, int]:
-    return {_partition(field): parse_mark_time(value)[0] for field, value in mapping(answer).items()}
-
-
-def _marks(answer: Any) -> dict[Partition, int]:
-    return {_partition(field): int(mark) for field, mark in mapping(answer).items() if field[:1] != SCAN_PREFIX}
+    return {Partition.parse(field.decode()): parse_mark_time(value)[0] for field, value in mapping(answer).items()}
 
 
 class Levels(msgspec.Struct, frozen=True):
@@ -125,15 +120,9 @@ class LevelReader:
         floors = [(shard, ("HGETALL", keys.times(shard, VIEW))) for shard in wanted]
         marks = [(shard, ("HGETALL", keys.marks(shard, VIEW))) for shard in wanted]
         answers = await self._nodes.read_all([*floors, *marks])
-        levels = {
-            shard: Levels(_marks(answers[len(wanted) + i]), _floors(answers[i])) for i, shard in enumerate(wanted)
-        }
+        read = zip(map(parse_marks, answers[len(wanted) :]), map(_floors, answers), strict=False)
+        levels = {shard: Levels(*both) for shard, both in zip(wanted, read, strict=True)}
         return {tag: levels[shard] for tag, shard in shards.items()}
-
-
-@lru_cache(10_000)
-def _partition(field: bytes) -> Partition:
-    return Partition.parse(field.decode())
 
 
 def read_conflicts(shards: Shards, most: int) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import aclosing
 from heapq import nlargest
 from itertools import islice
 from typing import TypeVar
@@ -26,7 +26,7 @@ from tailrace.config.values import milliseconds
 from tailrace.errors import BadRequest, CursorError, RowsMissing, Unavailable
 from tailrace.log.cursor import MAX_CURSOR_BYTES, Cursor, FromCursor, FromEnd, FromLast, FromTime
 from tailrace.log.event import iso_time
-from tailrace.log.feed import BATCH_BYTES, end_frame
+from tailrace.log.feed import BATCH_BYTES, OpenFeed
 from tailrace.log.hub import Hub
 from tailrace.log.request import AnyFeed, AnyFrame, ControlFrame, EventFrame, Moved
 from tailrace.log.segment import bucket_start
@@ -93,7 +93,7 @@ class CassandraTags(TagStore):
         from_beginning = all(start.low == self._first for start in starts)
         settings = msgspec.structs.replace(self._settings, room=room)
         lines = [
-            TagLine(tag, self._rows, self._levels, start, settings, self._clock, from_beginning=from_beginning)
+            TagLine(self, tag, start, settings, from_beginning)
             for tag, start in zip(request.names, starts, strict=True)
         ]
         if not from_beginning:
@@ -102,7 +102,7 @@ class CassandraTags(TagStore):
         # A timeuuid may be ahead of the clock, but not of the floor of its partition.
         latest_ms = max([self._clock(), *(ms for each in levels.values() for ms in each.floors.values())])
         target = last_of(latest_ms)
-        return TagRowsFeed(self._hub, self._levels, request, lines, filters, settings, self._clock, target)
+        return TagRowsFeed(self, request, lines, filters, settings, target)
 
     async def is_at_end(self, names: Sequence[str], cursor: str) -> bool:
         positions = parse_positions(cursor, len(names))
@@ -111,7 +111,7 @@ class CassandraTags(TagStore):
         )
         levels = await self._levels.read(names)
         for tag, position in zip(names, positions, strict=True):
-            async with aclosing(TagLine(tag, self._rows, self._levels, position, settings, self._clock)) as line:
+            async with aclosing(TagLine(self, tag, position, settings)) as line:
                 await line.begin(levels[tag])
                 while line.is_reading and not line.ahead:
                     await line.read()
@@ -229,89 +229,72 @@ class CassandraTags(TagStore):
         return rows, shown
 
 
-class TagRowsFeed:
+class TagRowsFeed(OpenFeed):
     """An open feed over rows; no event that existed when it was opened has a timeuuid after ``target``."""
 
     def __init__(
         self,
-        hub: Hub,
-        levels: LevelReader,
+        store: CassandraTags,
         request: TagRequest,
         lines: Sequence[TagLine],
         filters: Sequence[TagFilter],
         settings: ReadSettings,
-        clock: Callable[[], int],
         target: UUID,
     ) -> None:
-        self._hub, self._levels, self._request, self._settings, self._clock = hub, levels, request, settings, clock
+        super().__init__(request, store._clock)
+        self._hub, self._levels, self._request, self._settings = store._hub, store._levels, request, settings
         self._lines, self._filters, self._target = lines, dict(zip(request.names, filters, strict=True)), target
         self._until = None if request.until_ms is None else last_of(request.until_ms)
-        if not request.follow:
+        if not request.parameters.follow:
             self._until = self._target if self._until is None else min(self._until, self._target, key=order)
-        self._fails = settings.fails or request.on_gap == "fail"
-        self._sent, self._caught_up = request.sent, request.resumed
-        self._ended = self._moved = False
-        self._wake = asyncio.Event()
+        self._is_strict |= settings.fails
+        self._moved = False
+        self._failures = 0
+        """Reads that failed, since one succeeded."""
         self._announced: deque[int] = deque()
         """Times when the hub announced writes that are not read yet."""
         self._announced_to_ms = 0
         """Latest floor at that time; announced events may have timeuuids up to it, ahead of our clock."""
         self._read_ms = 0
-        self._stack = AsyncExitStack()
 
     @property
     def cursor(self) -> str:
         """Position of the feed; empty if its text would be too long, which is only possible before the first event."""
-        sent = self._sent if self._request.limit is not None else None
-        text = join_cursor([line.text for line in self._lines], Cursor((), sent, self._request.since_ms).suffix)
+        text = self._cursor_text()
         return text if len(text) <= MAX_CURSOR_BYTES else ""
 
-    async def begin(self) -> None:
-        """Follow the tags in the hub, and begin to read."""
-        try:
-            if self._settings.notify:
-                for line in self._lines:
-                    await self._stack.enter_async_context(self._hub.follow(line.tag, self._wake))
-            await self._begin()
-        except BaseException:
-            await self.aclose()
-            raise
-
-    def __aiter__(self) -> AsyncIterator[list[AnyFrame]]:
-        return self._batches()
+    def _cursor_text(self, ended: bool = False) -> str:
+        state = Cursor((), self._counted, self._request.since_ms, ended)
+        return join_cursor([line.text for line in self._lines], state.suffix)
 
     async def aclose(self) -> None:
-        self._ended = True
         for line in self._lines:
             await line.aclose()
-        await self._stack.aclose()
+        await super().aclose()
 
-    async def _batches(self) -> AsyncIterator[list[AnyFrame]]:
-        failures = 0
+    async def _begin(self) -> None:
+        if self._settings.notify:
+            for line in self._lines:
+                await self._stack.enter_async_context(self._hub.follow(line.tag, self._wake))
+        await self._read()
+
+    async def _next(self) -> list[AnyFrame]:
         try:
-            while not self._ended:
-                try:
-                    frames = await self._next()
-                    failures = 0
-                except Unavailable as error:
-                    failures += 1
-                    if failures > MAX_RETRIES:
-                        raise
-                    logger.warning("tags %s: %s; reading again", ", ".join(line.tag for line in self._lines), error)
-                    await asyncio.sleep(RETRY_S * min(failures, 5))
-                    self._read_ms = 0  # read again at once
-                    continue
-                frames += self._controls()
-                if frames:
-                    yield frames
-                elif not self._ended:
-                    await self._wait()
-        finally:
-            await self.aclose()
+            frames = await self._merge()
+        except Unavailable as error:
+            self._failures += 1
+            if self._failures > MAX_RETRIES:
+                raise
+            logger.warning("tags %s: %s; reading again", ", ".join(line.tag for line in self._lines), error)
+            self._read_ms = 0  # read again at once
+            return []
+        self._failures = 0
+        return frames + self._controls()
 
     # When to read.
 
-    async def _begin(self) -> None:
+    async def _read(self) -> None:
+        """Begin to read on, with new levels of the shards."""
         levels = await self._levels.read(self._request.names)
         if self._announced:
             self._announced_to_ms = max((ms for each in levels.values() for ms in each.floors.values()), default=0)
@@ -345,11 +328,10 @@ class TagRowsFeed:
         return max(min(due), self._read_ms + MIN_PAUSE_MS)
 
     async def _wait(self) -> None:
-        while (left_ms := self._due_ms() - self._clock()) > 0:
-            try:
-                await asyncio.wait_for(self._wake.wait(), left_ms / 1000)
-            except TimeoutError:
-                return
+        if self._failures:
+            await asyncio.sleep(RETRY_S * min(self._failures, 5))
+            return
+        while (left_ms := self._due_ms() - self._clock()) > 0 and await self._woken(left_ms / 1000):
             self._note_announcement()
 
     def _note_announcement(self) -> None:
@@ -368,23 +350,23 @@ class TagRowsFeed:
 
     # Frames.
 
-    async def _next(self) -> list[AnyFrame]:
-        """Return the next frames; none if everything is read and no read is due."""
+    async def _merge(self) -> list[AnyFrame]:
+        """Return the next events; none if everything is read and no read is due."""
         self._note_announcement()
         if not any(line.is_reading or line.ahead for line in self._lines):
             if self._read_ms and self._clock() < self._due_ms():
                 return []
-            await self._begin()
+            await self._read()
         frames: list[AnyFrame] = []
-        size, limit = 0, self._request.limit
-        while size < BATCH_BYTES and (limit is None or self._sent < limit):
+        size = 0
+        while size < BATCH_BYTES and not self._is_full:
             if frames and any(line.is_reading and not line.ahead for line in self._lines):
                 break  # send the frames before reading more
             line = await self._next_line()
             if line is None:
                 break
             if isinstance(line.ahead[0], LostNumbers):
-                if self._fails and frames:
+                if self._is_strict and frames:
                     break  # events before the gap go out first
                 frames.append(self._lost(line))
                 continue
@@ -429,7 +411,7 @@ class TagRowsFeed:
         return best
 
     def _lost(self, line: TagLine) -> AnyFrame:
-        if self._fails:
+        if self._is_strict:
             lost = [each for each in line.ahead if isinstance(each, LostNumbers)]
             after = min((each.after for each in lost), key=order)
             to = max((each.to for each in lost), key=order)
@@ -446,18 +428,15 @@ class TagRowsFeed:
 
     def _controls(self) -> list[AnyFrame]:
         """Return the frames that announce that the feed has caught up or has ended."""
-        request, frames = self._request, list[AnyFrame]()
-        full = request.limit is not None and self._sent >= request.limit
-        if not full and any(line.is_reading or line.ahead for line in self._lines):
-            return frames
+        if not self._is_full and any(line.is_reading or line.ahead for line in self._lines):
+            return []
+        frames = list[AnyFrame]()
         if not self._caught_up and self._has_read(self._target):
-            self._caught_up = True
-            frames.append(ControlFrame("caught-up", self.cursor))
-        if full or (self._until is not None and self._has_read(self._until)):
-            self._ended = True
-            reason = "limit" if full else "until" if request.until_ms is not None else "caught-up"
-            cursor = join_cursor([line.text for line in self._lines], Cursor((), ended=True).suffix)
-            frames.append(end_frame(cursor, reason, self._sent))
+            frames += self._catch_up()
+        if self._is_full:
+            frames += self._end("limit")
+        elif self._until is not None and self._has_read(self._until):
+            frames += self._end("until" if self._request.until_ms is not None else "caught-up")
         return frames
 
     def _has_read(self, target: UUID) -> bool:
@@ -469,22 +448,14 @@ class TagLine:
     """One tag of a feed: its ``Reading``, and what was read ahead of the merge."""
 
     def __init__(
-        self,
-        tag: str,
-        rows: RowReader,
-        levels: LevelReader,
-        start: TagPosition,
-        settings: ReadSettings,
-        clock: Callable[[], int],
-        *,
-        from_beginning: bool = False,
+        self, store: CassandraTags, tag: str, start: TagPosition, settings: ReadSettings, from_beginning: bool = False
     ) -> None:
         self.tag = tag
         self.ahead: deque[Delivery] = deque()
-        self.reading = Reading(start, settings, from_beginning=from_beginning, now_ms=clock())
+        self.reading = Reading(start, settings, from_beginning=from_beginning, now_ms=store._clock())
         self.read_to: UUID = start.low
         """Timeuuid up to which all visible rows are read."""
-        self._rows, self._levels, self._clock = rows, levels, clock
+        self._rows, self._levels, self._clock = store._rows, store._levels, store._clock
         self._position, self._text = start, str(start)
         self._pages: AsyncGenerator[list[StoredRow], None] | None = None
         self._to = start.low

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from functools import lru_cache
 from itertools import groupby, islice
 from typing import Any, ClassVar, NamedTuple
 from zlib import crc32
@@ -76,7 +75,6 @@ _RESTORED = (
 )
 
 _encode = msgspec.msgpack.Encoder().encode
-_parse_partition = lru_cache(10_000)(Partition.parse)
 
 
 class RestoredRows(Restored, frozen=True):
@@ -361,7 +359,7 @@ class RowRestorer:
             # An event without a row whose millisecond has expired gets none.
             if event is not None and (existing or numbering.next_ms(event[1].source, label, ms) >= since_ms):
                 number, ms = numbering.give(event[1].source, label, ms)
-                row = self._row(tag, _parse_partition(label), offset, number, ms, *event)
+                row = self._row(tag, Partition.parse(label), offset, number, ms, *event)
                 events += 1
                 added += not existing
                 same = [each for each in existing if each.clustering == row.clustering]
