@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource, NewTopic, ResourceType
-from tailrace.testing.spark import QUICK_JAVA
 
 from tailrace.embedded import jars
 from tailrace.embedded.kafka import EmbeddedKafka, find_java
 from tailrace.embedded.process import HOST, Part, Process, free_port
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.log.event import Partition
-from tailrace.testing.installation import PipelineProcess, wait_for
+from tailrace.testing.installation import QUICK_JAVA, PipelineProcess, wait_for
 from tailrace.valkey.marks import lowest, read_marks
 from tailrace.valkey.shards import StoreOptions
 from tests.driver.test_crew import Place, alive, wait_tick
