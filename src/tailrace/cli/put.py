@@ -32,10 +32,6 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
     time: msgspec.Raw = _NULL
 
 
-class _Answer(msgspec.Struct):
-    events: list[msgspec.Raw]
-
-
 _check = msgspec.json.Decoder(_Line).decode
 
 
@@ -97,7 +93,7 @@ class InputWriter:
             raise failure({"code": error.code, "detail": detail}) from None
         self.written += len(lines)
         if self.prints_ids:
-            rows = msgspec.json.decode(answer, type=_Answer).events
+            rows = msgspec.json.decode(answer, type=dict[str, list[msgspec.Raw]])["events"]
             sys.stdout.buffer.write(b"".join(bytes(row) + b"\n" for row in rows))
             sys.stdout.buffer.flush()
 

@@ -256,7 +256,7 @@ def sizes(least: str = "0B", most: str = "1TiB") -> AfterValidator:
 
 
 class DurationOrWord:
-    """A duration of at least ``least``, or a word that means None."""
+    """The type of a duration of at least ``least``, or of a word that means None."""
 
     def __init__(self, word: str, least: str) -> None:
         self._word, self._check = word, _check_duration(least)
@@ -272,10 +272,12 @@ class DurationOrWord:
     def write(self, value: timedelta | None) -> str:
         return self._word if value is None else format_duration(value)
 
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        written = core_schema.plain_serializer_function_ser_schema(self.write, when_used="json")
+        return core_schema.no_info_plain_validator_function(self.read, serialization=written)
+
 
 _FOREVER = DurationOrWord("forever", "1h")
-_NEVER = DurationOrWord("never", "1s")
-_UNBOUNDED = DurationOrWord("", "1m")
 
 
 def _by_pattern(value: object, wanted: str, read: Callable[[Any], V]) -> dict[str, V]:
@@ -391,13 +393,11 @@ _as_size = PlainSerializer(format_size, when_used="json")
 Duration = Annotated[timedelta, BeforeValidator(parse_duration), durations("1us"), _as_duration]
 Delay = Annotated[timedelta, BeforeValidator(parse_duration), durations(), _as_duration]
 """A duration that may be 0."""
-Keep = Annotated[timedelta | None, BeforeValidator(_FOREVER.read), PlainSerializer(_FOREVER.write, when_used="json")]
+Keep = Annotated[timedelta | None, _FOREVER]
 """A retention; None is for ever."""
-Period = Annotated[timedelta | None, BeforeValidator(_NEVER.read), PlainSerializer(_NEVER.write, when_used="json")]
+Period = Annotated[timedelta | None, DurationOrWord("never", "1s")]
 """An interval; None is never."""
-Reach = Annotated[
-    timedelta | None, BeforeValidator(_UNBOUNDED.read), PlainSerializer(_UNBOUNDED.write, when_used="json")
-]
+Reach = Annotated[timedelta | None, DurationOrWord("", "1m")]
 """A distance into the past; None, written as ``""``, is without limit."""
 Bucket = Annotated[
     Duration,

@@ -269,19 +269,15 @@ def _account(random: Random, number: int) -> Iterator[Post]:
         viral = random.random() < 0.04
         for _ in range(random.randint(60, 120) if viral else 1 + int(random.expovariate(1 / 12))):
             post = random.choice(noticed)
-            value = {"id": post, "account_id": account, "metrics": _grow(random, totals[post])}
+            grown = random.sample(METRICS, random.randint(1, len(METRICS)))
+            for metric in grown:
+                totals[post][metric] += random.randint(1, 500 if metric == "impressions" else 12)
+            metrics = {metric: totals[post][metric] for metric in METRICS if metric in grown}
+            value = {"id": post, "account_id": account, "metrics": metrics}
             yield Post(at, {"key": ["posts", account, post], "value": value})
             at += random.uniform(0.05, 1.2)
         again = random.random() < 0.15
         at += random.uniform(3.2, 5.8) if again else random.uniform(6, 20)
-
-
-def _grow(random: Random, totals: dict[str, int]) -> dict[str, int]:
-    """Let some metrics of a post grow, and return those."""
-    changed = random.sample(METRICS, random.randint(1, len(METRICS)))
-    for metric in changed:
-        totals[metric] += random.randint(1, 500 if metric == "impressions" else 12)
-    return {metric: totals[metric] for metric in METRICS if metric in changed}
 
 
 EU, US, PAYMENTS, LOGS = "orders-eu", "orders-us", "payments", "logs"

@@ -303,7 +303,8 @@ def canonical_operators(node: Node) -> dict[str, Any]:
     for shape in (Equal, Element):
         alike = [part for part in parts if isinstance(part, Leaf) and isinstance(part.predicate, shape)]
         if len(alike) > 1 and "$all" not in found:
-            found["$all"] = [_member(part.predicate) for part in alike]
+            members = [part.predicate for part in alike]
+            found["$all"] = [each.value if isinstance(each, Equal) else each.operators() for each in members]
             parts = [part for part in parts if part not in alike]
     for part in parts:
         own = _operators(part)
@@ -317,10 +318,6 @@ def canonical_operators(node: Node) -> dict[str, Any]:
             left.append(origin["$not"])
         found["$not"] = {"$not": canonical_operators(conjunction(left))}
     return found
-
-
-def _member(predicate: Predicate) -> Any:
-    return predicate.value if isinstance(predicate, Equal) else predicate.operators()
 
 
 def _operators(part: Node) -> dict[str, Any]:

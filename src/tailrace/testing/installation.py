@@ -214,15 +214,11 @@ def lives(process: psutil.Process) -> bool:
 
 
 def _is_python_of_spark(process: psutil.Process | None) -> bool:
-    # Spark's own command names the module too, among its settings.
-    return "-m tailrace.worker" in _command(process)
-
-
-def _command(process: psutil.Process | None) -> str:
     try:
-        return " ".join(process.cmdline()) if process is not None else ""
+        # Spark's own command names the module too, among its settings.
+        return process is not None and "-m tailrace.worker" in " ".join(process.cmdline())
     except psutil.Error:
-        return ""
+        return False
 
 
 class ServiceThread:

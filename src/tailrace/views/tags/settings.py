@@ -6,7 +6,7 @@ import re
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, SecretStr, model_validator
+from pydantic import AfterValidator, Field, SecretStr, model_validator
 
 from tailrace.config.values import (
     Count,
@@ -32,16 +32,10 @@ from tailrace.log.segment import bucket_start
 BUCKETS = {"minute": timedelta(minutes=1), "hour": timedelta(hours=1), "day": timedelta(days=1)}
 
 _FIRST = {8: "%Y%m%d", 11: "%Y%m%dT%H", 14: "%Y%m%dT%H:%M"}
-_AUTO = DurationOrWord("auto", "0s")
-_MAX = DurationOrWord("max", "1ms")
-_OFF = DurationOrWord("off", "1ms")
 
-DelayOrAuto = Annotated[timedelta | None, BeforeValidator(_AUTO.read), PlainSerializer(_AUTO.write, when_used="json")]
-"""None is "auto"."""
-PeriodOrMax = Annotated[timedelta | None, BeforeValidator(_MAX.read), PlainSerializer(_MAX.write, when_used="json")]
-"""None is "max"."""
-EveryOrOff = Annotated[timedelta | None, BeforeValidator(_OFF.read), PlainSerializer(_OFF.write, when_used="json")]
-"""None is "off"."""
+DelayOrAuto = Annotated[timedelta | None, DurationOrWord("auto", "0s")]
+PeriodOrMax = Annotated[timedelta | None, DurationOrWord("max", "1ms")]
+EveryOrOff = Annotated[timedelta | None, DurationOrWord("off", "1ms")]
 Tag = Annotated[str, AfterValidator(only(is_tag, f"a tag of 1 to {MAX_TAG_BYTES} bytes"))]
 
 
