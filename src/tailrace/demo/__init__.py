@@ -295,7 +295,7 @@ GOODS = (
     ("B-031", "desk lamp", 35.5, "light"), ("B-700", "office chair", 189.0, "office"),
     ("C-015", "notebook", 4.75, "office"), ("C-404", "headphones", 129.0, "sound"),
 )  # fmt: skip
-"""What the shop sells: number, name, price and kind."""
+"""Goods of the shop: number, name, price and kind."""
 METHODS, PROVIDERS = ("card", "card", "transfer"), ("northbank", "cardhub", "paylane")
 REASONS = ("card declined", "insufficient funds", "expired card", "suspected fraud", "gateway timeout")
 

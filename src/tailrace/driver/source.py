@@ -1,4 +1,4 @@
-"""Where a start begins: offsets of partitions, and Spark with its settings.
+"""The start of a driver: the offsets at which each partition begins, and the Spark session with its settings.
 
 Invariant: a start names every partition that matches, at the lowest mark of all views, clipped to what Kafka still has;
 what was clipped is reported as a gap. Settings of Spark that would break order or identity are refused.

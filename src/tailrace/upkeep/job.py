@@ -34,7 +34,7 @@ Facts: TypeAlias = Mapping[str, Any]
 Stopped: TypeAlias = Callable[[], bool]
 
 LATER = "later"
-"""Why a segment is left when the run was stopped before it."""
+"""The reason for leaving a segment when the run was stopped before it."""
 LOGS = "upkeep"
 """The lease of the process that changes logs."""
 FIRST_S = 10.0

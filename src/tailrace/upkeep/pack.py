@@ -55,7 +55,7 @@ FAULTS = {
 
 
 class PackRules(msgspec.Struct, frozen=True):
-    """When and how a view's segments are packed."""
+    """Rules for packing a view's segments: from which age on, into which pieces, and how fast."""
 
     after_ms: int
     piece_bytes: int = 256 << 10
