@@ -183,11 +183,12 @@ def test_without_a_spark_everything_is_packed_here(store: StoreOptions, monkeypa
 
 
 def _jvms() -> list[psutil.Process]:
-    """The JVMs of Spark; a broker of another test is one too."""
+    """The JVMs of Spark, without the one that writes classes for later ones; a broker of another test is one too."""
     found: list[psutil.Process] = []
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):  # a zombie has no command either
-            if any("SparkSubmit" in part for part in child.cmdline()):
+            command = " ".join(child.cmdline())
+            if "SparkSubmit" in command and "ArchiveClassesAtExit" not in command:
                 found.append(child)
     return found
 
