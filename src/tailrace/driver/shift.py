@@ -44,6 +44,9 @@ next take has more records at hardly more cost. The first record after a quiet t
 TAKES = 512
 """Takes whose durations are remembered for the report."""
 COLLECT_S = 60.0
+NICENESS, RUNS = 10, 100
+"""Of a hand that catches up: its priority in the system, and runs of one call to the store at most, so that those of
+live hands come in between."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -62,6 +65,8 @@ class Shift(msgspec.Struct, frozen=True):
     """Views whose shards keep the time of everything up to a mark with every mark."""
     advance_s: float
     """Seconds between two moves of the marks of shards that had nothing."""
+    catching_up: bool = False
+    """True if the hand reads what is far behind, and yields to those that do not."""
 
 
 class HandReport(msgspec.Struct):
@@ -127,9 +132,12 @@ class Hand:
 
     def __init__(self, shift: Shift, attempt: int) -> None:
         self._shift, self._token = shift, shift.number * 1000 + attempt
-        self._host = Host(shift.plan)
+        plan = shift.plan
+        if shift.catching_up:
+            plan = msgspec.structs.replace(plan, window_runs=min(plan.window_runs, RUNS))
+        self._host = Host(plan)
         self._shards = Shards(shift.plan.store, dict(shift.plan.run_ids)).open()
-        self._consumer = Consumer(_properties(shift.kafka))
+        self._consumer = Consumer(_properties(shift))
         self._assigned: dict[tuple[str, int], Partition] = {}
         """What the consumer fetches."""
         self._held: set[Partition] = set()
@@ -343,8 +351,8 @@ class Hand:
             self._advanced |= ends
 
 
-def _properties(client: Mapping[str, Any]) -> dict[str, Any]:
-    return reader_properties(client, "tailrace-hands", 8 << 10) | {
+def _properties(shift: Shift) -> dict[str, Any]:
+    return reader_properties(shift.kafka, "tailrace-hands", 64 << 10 if shift.catching_up else 8 << 10) | {
         # An offset that Kafka no longer has must be told, never jumped over.
         "auto.offset.reset": "error",
         "fetch.wait.max.ms": 100,
@@ -362,6 +370,9 @@ def hand_task(shift: Shift) -> Any:
         context = TaskContext.get()
         if context is None:
             raise PipelineError("a shift runs in a task of Spark")
+        if shift.catching_up:
+            # Spark uses no process again whose task, like this one, has not read its input.
+            os.nice(NICENESS)
         yield work(shift, context.attemptNumber())
 
     return run
