@@ -45,8 +45,7 @@ TAKES = 512
 """Takes whose durations are remembered for the report."""
 COLLECT_S = 60.0
 CONNECT_S = 5.0
-"""For how long a successor waits until the broker sends it something of every partition, before it says that it is ready.
-"""
+"""For how long a successor waits until it is sent something of every partition, before it says that it is ready."""
 NICENESS, RUNS = 10, 100
 """Of a hand that catches up: its priority in the system, and runs of one call to the store at most, so that those of
 live hands come in between."""
@@ -179,7 +178,7 @@ class Hand:
                 time.sleep(WAITING_S)
             else:
                 self._fetched += self._consumer.consume(AT_ONCE, WAITING_S)
-                heard = {(message.topic(), message.partition()) for message in self._fetched}
+                heard = {(each.topic(), each.partition()) for each in self._fetched}
                 ready = self._assigned.keys() <= heard or len(self._fetched) > MOST or time.monotonic() > patience
         if answer.verdict == "ok" and answer.partitions is None:  # they were known while it waited
             self._version = ""
@@ -235,7 +234,8 @@ class Hand:
         places = {(each.topic, each.partition): each for each in wanted}
         old = [TopicPartition(*place) for place, each in self._assigned.items() if places.get(place) != each]
         new = [each for place, each in places.items() if self._assigned.get(place) != each]
-        changed = {(each.topic, each.partition) for each in (*old, *new)}
+        changed = {place for place, each in self._assigned.items() if places.get(place) != each}
+        changed |= {(each.topic, each.partition) for each in new}
         self._fetched = [each for each in self._fetched if (each.topic(), each.partition()) not in changed]
         if old:
             self._consumer.incremental_unassign(old)
