@@ -147,7 +147,7 @@ class Driver:
                 view.begin(start, generations, bounds)
             live, spare = hand_count(settings, self._spark)
             rota = Rota(shards, self.views[0], self._epoch, live, spare)
-            reading = Reading(start, views, rota, self._broker, topics, generations)
+            reading = ReadPartitions(start, views, rota, self._broker, topics, generations)
             starts, lost = reading.starts(topics, bounds)
             reading.timing = timing = Timing(self._broker, topics, generations, starts)
             report = Report(start, views, lost, self._restarts, timing, self._failure)
@@ -187,7 +187,7 @@ class Driver:
         )
 
     def _watch(
-        self, stopping: threading.Event, crew: Crew, reading: Reading, loops: Sequence[Loop], report: Report
+        self, stopping: threading.Event, crew: Crew, reading: ReadPartitions, loops: Sequence[Loop], report: Report
     ) -> None:
         settings, rota = self._settings, reading.rota
         polled = reported = 0.0
@@ -240,7 +240,7 @@ def _nothing() -> None:
     """Wake nobody: the outbox belongs to another driver."""
 
 
-class Reading:
+class ReadPartitions:
     """The partitions that the hands of one start are to read, as the broker lists them now."""
 
     timing: Timing
