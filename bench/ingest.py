@@ -32,6 +32,7 @@ from bench.meter import cpu_seconds, report
 from bench.servers import plans_of, servers
 from tailrace.config.settings import load
 from tailrace.driver.crew import Crew, in_spark
+from tailrace.driver.rota import Rota
 from tailrace.driver.shift import Shift
 from tailrace.driver.slice import Plan, make_plan
 from tailrace.driver.source import hand_count, session
@@ -87,12 +88,14 @@ class Spark:
         """Write the whole topic; return events per second."""
         plan, shards = self._plan()
         shift = Shift(plan, "intake", 0, 0, client_properties(self.settings), frozenset(), 1.0)
-        crew = Crew(in_spark(self.spark), shards, shift, hand_count(self.settings, self.spark), 900.0)
+        rota = Rota(shards, "intake", plan.epoch, *hand_count(self.settings, self.spark))
+        crew = Crew(in_spark(self.spark), rota, shift, 900.0)
         crew.tick()
-        while not crew.is_heard():  # the processes are there, as they are when records come to a pipeline
+        reported = (0, ("HMGET", shards.keys.hands("intake"), *(f"report:{hand}" for hand in rota.hands)))
+        while None in shards.run_all([reported])[0]:  # until processes are there, as when records come to a pipeline
             time.sleep(0.02)
         began = time.perf_counter()
-        crew.assign({Partition(topic, p): 0 for p in range(partitions)})
+        rota.assign({Partition(topic, p): 0 for p in range(partitions)})
         while sum(crew.report().done.values()) < events:
             time.sleep(0.02)
             crew.tick()

@@ -443,6 +443,7 @@ def test_every_default_is_reachable_by_its_variable() -> None:
     [
         ("sasl.jaas.config", "x", "sasl.username and sasl.password"),
         ("ssl.truststore.location", "/ca.jks", "ssl.ca.location"),
+        ("ssl.keystore.type", "JKS", "ssl.keystore.location, a PKCS#12 file"),
         ("sasl.mechanism", "GSSAPI", "no Kerberos"),
     ],
 )

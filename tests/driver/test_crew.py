@@ -13,11 +13,10 @@ import msgspec
 import pytest
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tailrace.driver import shift as shifts
-from tailrace.driver.crew import Crew, CrewReport, shared_by
+from tailrace.driver.crew import Crew, CrewReport
+from tailrace.driver.rota import BEHIND, Progress, Rota
 from tailrace.driver.shift import Hand, Shift, ShiftEnd, work
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import StaleDriver, TailraceError
@@ -59,12 +58,15 @@ class Place:
         return {Partition(self.topic, number): 0 for number in range(self.partitions)}
 
     @contextmanager
-    def crew(self, do: Callable[[Shift], ShiftEnd], hands: int = 2, shift_s: float = 900.0) -> Iterator[Crew]:
+    def crew(
+        self, do: Callable[[Shift], ShiftEnd], hands: int = 2, shift_s: float = 900.0, spare: int = 0
+    ) -> Iterator[tuple[Crew, Rota]]:
         client = {"bootstrap.servers": self.kafka.address, "log_level": 0}
         shift = Shift(self.writer.plan, "intake", 0, 0, client, frozenset(), 0.2)
-        crew = Crew(do, self.writer.shards, shift, hands, shift_s)
+        rota = Rota(self.writer.shards, "intake", self.writer.plan.epoch, hands, spare)
+        crew = Crew(do, rota, shift, shift_s)
         try:
-            yield crew
+            yield crew, rota
         finally:
             crew.stop()
 
@@ -147,14 +149,14 @@ def test_each_record_is_applied_once_and_in_order_though_hands_are_relieved_and_
         ends.append(end.reason)
         return end
 
-    with place.crew(do, hands=chance.choice((1, 2, 3)), shift_s=0.4) as crew:
-        crew.assign(dict(list(place.all().items())[:1]))
+    with place.crew(do, hands=chance.choice((1, 2, 3)), shift_s=0.4) as (crew, rota):
+        rota.assign(dict(list(place.all().items())[:1]))
         for _ in range(12):
             place.send(chance.choice((1, 10, 200)))
             crew.tick()
-            if len(crew.partitions) < place.partitions:
-                more = Partition(place.topic, len(crew.partitions))
-                crew.assign({more: 0})
+            if len(rota.partitions) < place.partitions:
+                more = Partition(place.topic, len(rota.partitions))
+                rota.assign({more: 0})
             time.sleep(0.1)
         place.wait_applied(crew)
     place.check()
@@ -180,8 +182,8 @@ def test_two_hands_that_read_the_same_partition_apply_each_record_once(
             zombie.close()
         return ShiftEnd("stop")
 
-    with place.crew(do, hands=2) as crew:
-        crew.assign(place.all())
+    with place.crew(do, hands=2) as (crew, rota):
+        rota.assign(place.all())
         crew.tick()
         time.sleep(0.5)
         place.send(500)
@@ -191,19 +193,47 @@ def test_two_hands_that_read_the_same_partition_apply_each_record_once(
 
 def test_a_partition_moves_to_a_new_hand_and_back_while_records_come(kafka: EmbeddedKafka, store: StoreOptions) -> None:
     place = Place(kafka, store, 4)
-    with place.crew(alive, hands=2) as crew:
+    with place.crew(alive, hands=2) as (crew, rota):
         for _ in range(6):
             whole = crew.report().done or place.all()
-            crew.assign({partition: whole.get(partition, 0) for partition in place.all()})
+            rota.assign({partition: whole.get(partition, 0) for partition in place.all()})
             place.send(40)
             place.wait_applied(crew)
             gone = [Partition(place.topic, 0), Partition(place.topic, 1)]
             done = crew.report().done
-            crew.assign({}, gone)
+            rota.assign({}, gone)
             place.send(20)
             wait_tick("the hands to let go", crew, lambda said: said.held == 2)
-            crew.assign({partition: done[partition] for partition in gone})
+            rota.assign({partition: done[partition] for partition in gone})
             place.wait_applied(crew)
+    place.check()
+
+
+def test_a_partition_that_is_far_behind_is_caught_up_by_a_hand_that_leaves_when_it_is_level(
+    kafka: EmbeddedKafka, store: StoreOptions
+) -> None:
+    place = Place(kafka, store, 2)
+    first = Partition(place.topic, 0)
+    kinds: list[tuple[int, bool]] = []
+
+    def do(shift: Shift) -> ShiftEnd:
+        kinds.append((shift.hand, shift.catching_up))
+        return alive(shift)
+
+    with place.crew(do, spare=1) as (crew, rota):
+        rota.assign(place.all())
+        place.send(100)
+        place.wait_applied(crew)
+        rota.balance({first: BEHIND + 1}, Progress(0.0, {}, {}))
+        assert rota.hands == {0, 1, 2}
+        place.send(200)
+        place.wait_applied(crew)
+        assert kinds[2:] == [(2, True)]
+        rota.balance({first: 10}, Progress(1.0, {}, {}))
+        assert rota.hands == {0, 1}
+        place.send(200)
+        place.wait_applied(crew)
+        wait_tick("the hand to leave", crew, lambda _: not crew._jobs[2])
     place.check()
 
 
@@ -214,14 +244,14 @@ def test_offsets_that_kafka_no_longer_has_are_reported_and_not_jumped_over(
     place.send(100)
     first = Partition(place.topic, 0)
     place.admin.delete_records([TopicPartition(place.topic, 0, 20)])[TopicPartition(place.topic, 0)].result(30)
-    with place.crew(alive) as crew:
-        crew.assign(place.all())
+    with place.crew(alive) as (crew, rota):
+        rota.assign(place.all())
         wait_tick("an error", crew, lambda said: said.errors)
         wait_for("the other partition", lambda: crew.report().done[Partition(place.topic, 1)] == 50)
         assert crew.report().done[first] == 0
-        crew.assign({}, [first])
+        rota.assign({}, [first])
         wait_tick("the hand to know", crew, lambda said: not said.errors)
-        crew.assign({first: 20})
+        rota.assign({first: 20})
         wait_tick("the rest", crew, lambda said: said.done[first] == 50)
 
 
@@ -236,8 +266,8 @@ def test_the_marks_of_shards_without_records_follow_also_over_the_end_of_a_trans
         producer.produce(place.topic, b"{}", b"name")
         producer.flush(30)
         producer.commit_transaction(30) if commit else producer.abort_transaction(30)
-    with place.crew(alive) as crew:
-        crew.assign(place.all())
+    with place.crew(alive) as (crew, rota):
+        rota.assign(place.all())
         only = Partition(place.topic, 0)
         wait_tick("its end", crew, lambda said: said.done[only] == 4)
         shards = place.writer.shards
@@ -255,8 +285,8 @@ def test_hands_leave_soon_when_the_driver_stops_or_is_not_heard(
         ends.append((end := alive(shift)).reason)
         return end
 
-    with place.crew(do, hands=1) as crew:
-        crew.assign(place.all())
+    with place.crew(do, hands=1) as (crew, rota):
+        rota.assign(place.all())
         crew.tick()
         wait_for("an orphan", lambda: ends)
         crew.tick()
@@ -269,36 +299,15 @@ def test_a_driver_that_was_overtaken_cannot_change_or_stop_the_rota_of_the_other
     kafka: EmbeddedKafka, store: StoreOptions
 ) -> None:
     place = Place(kafka, store, 1)
-    with place.crew(alive) as old:
-        old.assign(place.all())
+    with place.crew(alive) as (old, old_rota):
+        old_rota.assign(place.all())
         place.writer = Writer(store, VIEWS)
-        with place.crew(alive) as new:
-            new.assign(place.all())
-            for change in (old.tick, lambda: old.assign({}), lambda: old.assign({}, list(place.all()))):
+        with place.crew(alive) as (new, new_rota):
+            new_rota.assign(place.all())
+            for change in (old.tick, lambda: old_rota.assign({}), lambda: old_rota.assign({}, list(place.all()))):
                 with pytest.raises(StaleDriver):
                     change()
             old.stop()
             place.send(10)
             place.wait_applied(new)
     place.check()
-
-
-# The sharing of partitions.
-
-_partitions = st.lists(st.integers(0, 40), unique=True).map(lambda numbers: [Partition("t", n) for n in numbers])
-
-
-@given(_partitions, st.integers(1, 7), st.dictionaries(st.integers(0, 40), st.integers(0, 9)))
-def test_every_partition_has_one_hand_and_no_hand_has_two_more_than_another(
-    partitions: list[Partition], hands: int, before: dict[int, int]
-) -> None:
-    shared = shared_by(partitions, hands, {Partition("t", n): hand for n, hand in before.items()})
-    assert shared.keys() == set(partitions)
-    counts = [list(shared.values()).count(hand) for hand in range(hands)]
-    assert max(counts) <= -(-len(partitions) // hands)
-
-
-@given(_partitions, st.integers(1, 7))
-def test_a_rota_that_did_not_change_moves_nothing(partitions: list[Partition], hands: int) -> None:
-    once = shared_by(partitions, hands, {})
-    assert shared_by(partitions, hands, once) == once

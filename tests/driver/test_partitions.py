@@ -138,8 +138,8 @@ def test_records_that_compaction_took_out_are_holes_that_nothing_waits_for(
     place.send(50)  # of seven names
     wait_for("compaction", compacted, pause_s=0.5)
     place.sent = there()
-    with place.crew(alive) as crew:
-        crew.assign(place.all())
+    with place.crew(alive) as (crew, rota):
+        rota.assign(place.all())
         last = 1 + max(int(event.rpartition(":")[2]) for event in place.sent)
         wait_tick("the end", crew, lambda said: said.done[Partition(place.topic, 0)] == last)
         wait_for("all marks", lambda: set(lowest(read_marks(place.writer.shards, "days")).values()) == {last - 1})

@@ -166,3 +166,8 @@ def test_a_driver_that_ends_stops_hands_at_work_and_hands_that_wait(rota: Rota) 
 def test_a_hand_learns_how_long_its_driver_was_not_heard(rota: Rota) -> None:
     rota.write({0: []}, beat=1)
     assert rota.roll(0, 1000).age_ms > 1_000_000_000
+
+
+def test_a_hand_that_is_not_on_the_rota_stops(rota: Rota) -> None:
+    rota.write({0: [A]})
+    assert rota.roll(3, 1000).verdict == "stop"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import pytest
@@ -9,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.config.settings import Settings, load
-from tailrace.driver.source import LostRange, starting_offsets
+from tailrace.driver.source import LostRange, session, starting_offsets
 from tailrace.errors import ConfigError
-from tailrace.kafka.broker import Topic, topic_test
+from tailrace.kafka.broker import Broker, Topic, topic_test
 from tailrace.log.event import Partition
 
 
@@ -53,6 +54,20 @@ def test_a_pattern_that_is_none_is_an_error_of_the_configuration(monkeypatch: py
     kafka = settings.kafka.model_copy(update={"topics": "("})  # unchecked
     with pytest.raises(ConfigError, match=r"kafka\.topics or kafka\.exclude"):
         topic_test(settings.model_copy(update={"kafka": kafka}))
+
+
+@pytest.mark.parametrize("name", ["spark.python.worker.killOnIdleTimeout", "spark.speculation"])
+def test_what_would_kill_or_double_a_hand_is_refused_before_spark_starts(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    conf = {name: "true"}
+    with pytest.raises(ConfigError, match=re.escape(name)):
+        session(_settings(monkeypatch, spark__conf=conf))
+
+
+def test_sasl_without_a_mechanism_is_kerberos_and_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="GSSAPI"):
+        Broker(_settings(monkeypatch, kafka__properties={"security.protocol": "SASL_PLAINTEXT"}))
 
 
 # From where.

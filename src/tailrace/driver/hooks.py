@@ -1,8 +1,7 @@
 """The hooks of a view in the driver, in the order in which the driver calls them.
 
 The driver makes one ``ViewDriver`` per view for each start: ``prepare``, ``begin``, ``marks``, ``plan``, then the hands
-begin, then ``loops``. While they work it calls ``tick``, ``status`` and ``restart_reason`` once a second. A view
-overrides what it needs.
+begin, then ``loops``. While they work it calls ``tick`` and ``status`` once a second. A view overrides what it needs.
 """
 
 from __future__ import annotations
@@ -109,10 +108,6 @@ class ViewDriver:
     def status(self, start: Start, counts: Mapping[str, int]) -> dict[str, Any]:
         """Return what the view adds to its status."""
         return {}
-
-    def restart_reason(self, start: Start) -> str:
-        """Return why the driver has to start again, if it has to."""
-        return ""
 
 
 def begin_at_end(start: Start, view: str, generations: Mapping[str, int], bounds: Bounds) -> None:

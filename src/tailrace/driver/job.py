@@ -22,6 +22,7 @@ from tailrace.driver.hooks import Bounds, DriverRun, Loop, Start, Times, ViewDri
 from tailrace.driver.one_pass import INTAKE, IntakePlan
 from tailrace.driver.publisher import Publisher
 from tailrace.driver.report import Report
+from tailrace.driver.rota import Progress, Rota
 from tailrace.driver.shift import Shift
 from tailrace.driver.slice import Plan, make_plan
 from tailrace.driver.source import LostRange, hand_count, session, starting_offsets
@@ -144,14 +145,16 @@ class Driver:
             bounds = self._broker.bounds(self._broker.led(topics.values()))
             for view in views:
                 view.begin(start, generations, bounds)
-            rota = Rota(start, views, self._broker, topics, generations)
-            starts, lost = rota.starts(topics, bounds)
-            rota.timing = timing = Timing(self._broker, topics, generations, starts)
+            live, spare = hand_count(settings, self._spark)
+            rota = Rota(shards, self.views[0], self._epoch, live, spare)
+            reading = ReadPartitions(start, views, rota, self._broker, topics, generations)
+            starts, lost = reading.starts(topics, bounds)
+            reading.timing = timing = Timing(self._broker, topics, generations, starts)
             report = Report(start, views, lost, self._restarts, timing, self._failure)
             plan = make_plan(settings, shards, [view.plan() for view in views], self._epoch)
-            hands, shift_s = hand_count(settings, self._spark), settings.spark.shift.total_seconds()
-            crew = rota.crew = Crew(in_spark(self._spark), shards, self._shift(plan, views), hands, shift_s)
-            crew.assign(starts)
+            shift_s = settings.spark.shift.total_seconds()
+            crew = Crew(in_spark(self._spark), rota, self._shift(plan, views), shift_s)
+            rota.assign(starts)
             crew.tick()
             logger.info("driver epoch %d reads %d topic(s) for %s", self._epoch, len(topics), ", ".join(self.views))
             wake: Callable[[], None] = _nothing
@@ -164,7 +167,7 @@ class Driver:
                 loops += view.loops(run)
             for loop in loops:
                 loop.start()
-            self._watch(stopping, rota, loops, report)
+            self._watch(stopping, crew, reading, loops, report)
         finally:
             if crew is not None:
                 crew.stop()
@@ -183,26 +186,27 @@ class Driver:
             advance_s=self._settings.pipeline.advance.total_seconds(),
         )
 
-    def _watch(self, stopping: threading.Event, rota: Rota, loops: Sequence[Loop], report: Report) -> None:
-        settings = self._settings
+    def _watch(
+        self, stopping: threading.Event, crew: Crew, reading: ReadPartitions, loops: Sequence[Loop], report: Report
+    ) -> None:
+        settings, rota = self._settings, reading.rota
         polled = reported = 0.0
         while not stopping.wait(STEP_S):
-            rota.crew.tick()
+            crew.tick()
             for loop in loops:
                 if loop.failure is not None:
                     raise loop.failure
             now = time.monotonic()
             if now - reported >= settings.pipeline.advance.total_seconds():
                 reported = now
-                rota.given_up(report.make(rota.crew).errors)
-                if reason := next((why for view in rota.views if (why := view.restart_reason(rota.start))), ""):
-                    logger.info("%s: starting again with them", reason)
-                    return
+                found = report.make(crew, len(rota.partitions))
+                reading.given_up(found.errors)
+                rota.balance(report.lags, Progress(now, found.done, found.busy_s))
             if now - polled >= settings.kafka.poll.total_seconds():
                 polled = now
                 try:
                     current = self._broker.topics()
-                    report.record(rota.renew(current, self._adopt(rota.start.shards, current)))
+                    report.record(reading.renew(current, self._adopt(rota.shards, current)))
                 except BrokerUnavailable as error:
                     logger.warning("%s", error)  # the hands go on when it is back
 
@@ -236,31 +240,31 @@ def _nothing() -> None:
     """Wake nobody: the outbox belongs to another driver."""
 
 
-class Rota:
+class ReadPartitions:
     """The partitions that the hands of one start are to read, as the broker lists them now."""
 
-    crew: Crew
     timing: Timing
 
     def __init__(
         self,
         start: Start,
         views: Sequence[ViewDriver],
+        rota: Rota,
         broker: Broker,
         topics: Mapping[str, Topic],
         generations: dict[str, int],
     ) -> None:
-        self.start, self.views = start, views
+        self._start, self._views, self.rota = start, views, rota
         self._broker, self._topics, self._generations = broker, topics, generations
         self._off: set[Partition] = set()
         """Partitions that hands gave up, until these have seen that they are off the rota."""
 
     def starts(self, topics: Mapping[str, Topic], bounds: Bounds) -> tuple[dict[Partition, int], list[LostRange]]:
         """Return where partitions are read from, and what Kafka has lost of them; marks are raised to there."""
-        start = self.start
-        marks = [view.marks(start, lowest(read_marks(start.shards, view.name))) for view in self.views]
+        start = self._start
+        marks = [view.marks(start, lowest(read_marks(start.shards, view.name))) for view in self._views]
         starts, lost = starting_offsets(topics.values(), self._generations, bounds, marks)
-        for view in self.views:
+        for view in self._views:
             advance(start.shards, view.name, start.epoch, {each: offset - 1 for each, offset in starts.items()})
         return starts, lost
 
@@ -275,7 +279,7 @@ class Rota:
         self._generations.update(generations)
         self.timing.watch(topics)
         listed = {Partition(t.name, number, generations[t.name]) for t in topics.values() for number in t.partitions}
-        on = set(self.crew.partitions)
+        on = set(self.rota.partitions)
         new, gone = listed - on - self._off, on - listed
         if not new and not gone:
             return []
@@ -286,13 +290,13 @@ class Rota:
         wanted = {name: Topic(name, topics[name].id, tuple(sorted(of_it))) for name, of_it in numbers.items()}
         starts, lost = self.starts(wanted, self._broker.bounds(self._broker.led(wanted.values())))
         if starts or gone:
-            self.crew.assign(starts, list(gone))
+            self.rota.assign(starts, list(gone))
         return lost
 
     def given_up(self, errors: Mapping[Partition, str]) -> None:
         """Take partitions that hands gave up off the rota; a later look at the topics puts them on again."""
         self._off = set(errors)
-        if gone := [partition for partition in errors if partition in self.crew.partitions]:
+        if gone := [partition for partition in errors if partition in self.rota.partitions]:
             for partition in gone:
                 logger.warning("%s was given up by its hand: %s", partition, errors[partition])
-            self.crew.assign({}, gone)
+            self.rota.assign({}, gone)

@@ -49,16 +49,19 @@ class Report:
         self._timed = max(reversed(views), key=lambda view: view.times.value).name
         self._doubted: dict[str, tuple[int, int]] = {}
         self._ends: dict[Partition, int] = {}
+        self.lags: dict[Partition, int] = {}
+        """Records of each partition that were still to be applied when the last report was made."""
+        self._state = "starting"
         self._made, self._counted = time.monotonic(), CrewReport({})
         self._gaps: list[LostRange] = []
         self.record(lost)
-        self._publish(CrewReport({}), 0, "starting")
+        self._publish(CrewReport({}), 0)
 
-    def make(self, hands: Crew) -> CrewReport:
+    def make(self, hands: Crew, partitions: int) -> CrewReport:
         """Store what the hands say, and the books, for the service to show; return what the hands say."""
         # The times first: what they hold up to may be completed by what comes next, and not the other way round.
         self._timing.passed(read_times(self._shards, self._timed))
-        crew, partitions = hands.report(), len(hands.partitions)
+        crew = hands.report()
         self._timing.completed(crew.done)
         try:
             self._ends = self._timing.ask()
@@ -66,19 +69,22 @@ class Report:
             logger.warning("%s", error)  # the hands go on when it is back; time waits for it
         for view in self._views:
             view.tick(self._start, self._timing)
-        self._publish(crew, partitions, "running" if crew.held >= partitions else "starting")
+        self.lags = {each: max(0, end - crew.done.get(each, 0)) for each, end in self._ends.items()}
+        if crew.held >= partitions:  # later, one may be on its way from hand to hand
+            self._state = "running"
+        self._publish(crew, partitions)
         return crew
 
-    def _publish(self, crew: CrewReport, partitions: int, state: str) -> None:
+    def _publish(self, crew: CrewReport, partitions: int) -> None:
         now, before = time.monotonic(), self._counted
         seconds = max(now - self._made, 1e-3)
         self._made, self._counted = now, crew
         figures = {
-            "state": state,
+            "state": self._state,
             "rate": round((crew.records - before.records) / seconds, 1),
-            "busy": round((crew.busy_s - before.busy_s) / seconds, 3),
+            "busy": round((sum(crew.busy_s.values()) - sum(before.busy_s.values())) / seconds, 3),
             "take_ms": round(crew.take_ms, 1),
-            "lag": sum(max(0, end - crew.done.get(partition, 0)) for partition, end in self._ends.items()),
+            "lag": sum(self.lags.values()),
             "sources": partitions,
         }
         keys, count = self._shards.keys, self._shards.options.shards

@@ -44,6 +44,11 @@ next take has more records at hardly more cost. The first record after a quiet t
 TAKES = 512
 """Takes whose durations are remembered for the report."""
 COLLECT_S = 60.0
+CONNECT_S = 5.0
+"""For how long a successor waits until it is sent something of every partition, before it says that it is ready."""
+NICENESS, RUNS = 10, 100
+"""Of a hand that catches up: its priority in the system, and runs of one call to the store at most, so that those of
+live hands come in between."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -62,6 +67,8 @@ class Shift(msgspec.Struct, frozen=True):
     """Views whose shards keep the time of everything up to a mark with every mark."""
     advance_s: float
     """Seconds between two moves of the marks of shards that had nothing."""
+    catching_up: bool = False
+    """True if the hand reads what is far behind, and yields to those that do not."""
 
 
 class HandReport(msgspec.Struct):
@@ -127,11 +134,16 @@ class Hand:
 
     def __init__(self, shift: Shift, attempt: int) -> None:
         self._shift, self._token = shift, shift.number * 1000 + attempt
-        self._host = Host(shift.plan)
+        plan = shift.plan
+        if shift.catching_up:
+            plan = msgspec.structs.replace(plan, window_runs=min(plan.window_runs, RUNS))
+        self._host = Host(plan)
         self._shards = Shards(shift.plan.store, dict(shift.plan.run_ids)).open()
-        self._consumer = Consumer(_properties(shift.kafka))
+        self._consumer = Consumer(_properties(shift))
         self._assigned: dict[tuple[str, int], Partition] = {}
         """What the consumer fetches."""
+        self._fetched: list[Any] = []
+        """Messages that came before the hand had the baton."""
         self._held: set[Partition] = set()
         """What the hand applies."""
         self._given_up: set[Partition] = set()
@@ -156,14 +168,18 @@ class Hand:
 
     def run(self) -> ShiftEnd:
         """Wait for the baton, then read and apply until there is a reason to leave."""
-        ready = False
+        ready, patience = False, time.monotonic() + CONNECT_S
         while (answer := self._roll(ready=ready)).verdict == "wait":
             if answer.partitions is not None:
                 self._fetch(answer.partitions)
-                ready = True
             if os.getppid() != self._parent:
                 return ShiftEnd("orphaned")
-            time.sleep(WAITING_S)
+            if ready:
+                time.sleep(WAITING_S)
+            else:
+                self._fetched += self._consumer.consume(AT_ONCE, WAITING_S)
+                heard = {(each.topic(), each.partition()) for each in self._fetched}
+                ready = self._assigned.keys() <= heard or len(self._fetched) > MOST or time.monotonic() > patience
         if answer.verdict == "ok" and answer.partitions is None:  # they were known while it waited
             self._version = ""
             answer = self._roll()
@@ -218,6 +234,9 @@ class Hand:
         places = {(each.topic, each.partition): each for each in wanted}
         old = [TopicPartition(*place) for place, each in self._assigned.items() if places.get(place) != each]
         new = [each for place, each in places.items() if self._assigned.get(place) != each]
+        changed = {place for place, each in self._assigned.items() if places.get(place) != each}
+        changed |= {(each.topic, each.partition) for each in new}
+        self._fetched = [each for each in self._fetched if (each.topic(), each.partition()) not in changed]
         if old:
             self._consumer.incremental_unassign(old)
         if new:
@@ -257,10 +276,13 @@ class Hand:
 
     def _take(self, patience_s: float) -> int:
         """Wait for records, apply what has come, and return how many there were."""
-        message = self._consumer.poll(patience_s)
-        if message is None:
-            return 0
-        messages, size = [message], 0
+        messages, self._fetched = self._fetched, []
+        if not messages:
+            message = self._consumer.poll(patience_s)
+            if message is None:
+                return 0
+            messages = [message]
+        size = 0
         while len(messages) < MOST and size < MOST_BYTES:
             more = self._consumer.consume(AT_ONCE, 0)
             messages += more
@@ -343,8 +365,8 @@ class Hand:
             self._advanced |= ends
 
 
-def _properties(client: Mapping[str, Any]) -> dict[str, Any]:
-    return reader_properties(client, "tailrace-hands", 8 << 10) | {
+def _properties(shift: Shift) -> dict[str, Any]:
+    return reader_properties(shift.kafka, "tailrace-hands", 64 << 10 if shift.catching_up else 8 << 10) | {
         # An offset that Kafka no longer has must be told, never jumped over.
         "auto.offset.reset": "error",
         "fetch.wait.max.ms": 100,
@@ -362,6 +384,9 @@ def hand_task(shift: Shift) -> Any:
         context = TaskContext.get()
         if context is None:
             raise PipelineError("a shift runs in a task of Spark")
+        if shift.catching_up:
+            # Spark uses no process again whose task, like this one, has not read its input.
+            os.nice(NICENESS)
         yield work(shift, context.attemptNumber())
 
     return run

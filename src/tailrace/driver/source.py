@@ -139,12 +139,19 @@ def _pools() -> Path:
     return Path(file.name)
 
 
-def hand_count(settings: Settings, spark: Any) -> int:
-    """Return how many hands there are: one for each core, on a cluster one for two of its slots, unless configured."""
-    if settings.spark.hands:
-        return settings.spark.hands
+def hand_count(settings: Settings, spark: Any) -> tuple[int, int]:
+    """Return how many live hands there are, and how many more may catch up.
+
+    Of either there are as many as cores, unless configured, on a cluster fewer: all take at most half of the slots, so
+    that each can be relieved.
+    """
     cores = _parallelism(settings, spark)
-    return cores if settings.spark.master.startswith("local") else max(1, cores // 2)
+    if settings.spark.master.startswith("local"):
+        live, half = settings.spark.hands or cores, (3 * cores + 2) // 2
+    else:
+        half = cores // 2
+        live = settings.spark.hands or max(1, half - max(1, half // 4))
+    return live, max(0, min(cores, half - live))
 
 
 def tasks(settings: Settings, spark: Any) -> int:

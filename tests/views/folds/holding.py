@@ -55,7 +55,7 @@ class Holder:
         shard = rule.shard(taken.group, self.shards.options.shards)
         folding = rule.folding
         while True:
-            ((held,),), _ = self._folds.read([(shard, rule, [taken.group])])
+            ((held,),), *_ = self._folds.read([(shard, rule, [taken.group])])
             clumps = folding.load(held.state) if held.state else []
             event = Input(time_ms, SOURCE, self._offset, taken.size, taken.extracts)
             assert not folding.absorb(clumps, [event], watermark)

@@ -35,6 +35,26 @@ def test_other_windows_give_pending_folds_their_new_due_time(any_store: StoreOpt
     assert len(rig.folds()) == 300
 
 
+def test_hands_at_work_take_over_other_windows_and_what_they_wrote_meanwhile_gets_its_due_time(
+    any_store: StoreOptions,
+) -> None:
+    rig = FoldRig(any_store)
+    enforce(rig.shards, {"accounts": RULE}, NOON)
+    rig.writer.write([post(0, "account_0", 0)])
+    late = [post(1, "account_1", 0)]
+    enforce(rig.shards, {"accounts": _with_quiet(4_000)}, NOON, settled=False)
+    rig.writer.write(late)
+    store = FoldStore(rig.shards)
+    assert store.earliest([RULE]) == {"accounts": NOON + 4_000}
+    # A take that was under way writes by the windows that were.
+    group = b'["account_1"]'
+    [((shard, _),)] = [[(s, g) for s in range(4) for g in store.due(RULE, NOON + 10**6, 9)[s] if b"account_1" in g]]
+    rig.shards.run_all([(shard, ("ZADD", rig.shards.keys.due(shard, RULE.key_suffix), NOON + 100, group))])
+    enforce(rig.shards, {"accounts": _with_quiet(4_000)}, NOON)
+    assert store.earliest([RULE]) == {"accounts": NOON + 4_000}
+    assert applied_rules(rig.shards)["accounts"].settled
+
+
 def test_the_same_rules_again_change_nothing(store: StoreOptions) -> None:
     rig = FoldRig(store)
     enforce(rig.shards, {"accounts": RULE}, NOON)

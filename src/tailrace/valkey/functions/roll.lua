@@ -6,6 +6,7 @@ local SILENT = 1500
 -- post(view, driver epoch, starts, label, offset…, gone, label…, field, value…): the driver writes its rota, and is heard.
 --   starts    how many partitions with the offset up to which, not including it, everything is applied
 --   gone      how many partitions that are on the rota no longer
+--   value     '' takes a field off the rota; a hand that is not on it stops
 -- The first call of an epoch begins a new rota. Answers stale with the epoch of a driver that has come since, or ok.
 local function post(keys, args)
   local tag, view, epoch = keys[1], args[1], tonumber(args[2])
@@ -18,7 +19,9 @@ local function post(keys, args)
   local last = first + tonumber(args[first])
   for i = first + 1, last do redis.call('HDEL', done, args[i]) end
   redis.call('HSET', rota, 'epoch', args[2], 'beat', text(milliseconds()))
-  for i = last + 1, #args, 2 do redis.call('HSET', rota, args[i], args[i + 1]) end
+  for i = last + 1, #args, 2 do
+    if args[i + 1] == '' then redis.call('HDEL', rota, args[i]) else redis.call('HSET', rota, args[i], args[i + 1]) end
+  end
   return {'ok'}
 end
 
@@ -28,7 +31,8 @@ end
 --   waiting   1 if the hand was refused a partition that another hand still has
 --   gave      how many labels follow that the hand no longer reads; after them, pairs of a partition and the offset up to
 --             which, not including it, the hand has applied everything
--- Answers unready: the store was emptied; stale: another driver has the rota; replaced: a later attempt has the hand; stop: the driver ends; relieved: a
+-- Answers unready: the store was emptied; stale: another driver has the rota; replaced: a later attempt has the hand; stop: the driver ends, or has nothing
+-- for this hand any longer; relieved: a
 -- successor is ready; wait: the predecessor still works; ok. With wait and ok come the version of the rota, how many ms ago the
 -- driver was heard, and, if the version is another than the one seen or the hand waits: how many partitions it must wait for,
 -- and a list of those that it may read (with wait: that it will).
@@ -51,14 +55,14 @@ local function roll(keys, args)
     local beat = redis.call('HGET', hands, 'beat:' .. other)
     return not beat or now - tonumber(beat) > SILENT
   end
-  local mine = cjson.decode(known[5] or '[]')
   local current = tonumber(redis.call('HGET', hands, 'token:' .. hand))
   if current and current > token then return {'replaced'} end
   if args[7] == '1' then
     if current == token then redis.call('HDEL', hands, 'token:' .. hand, 'beat:' .. hand) end
     return {'left'}
   end
-  if known[3] then return {'stop'} end
+  if known[3] or not known[5] then return {'stop'} end
+  local mine = cjson.decode(known[5])
   local age = text(now - tonumber(known[4]))
   if current ~= token then
     local attempt = current and math.floor(current / 1000) == math.floor(token / 1000)

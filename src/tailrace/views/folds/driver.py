@@ -2,13 +2,15 @@
 
 Before tasks write, the driver brings what is pending under older rules in line: a rule that is gone, or whose groups or
 outputs changed, emits what it held, for the reason ``flush``, under its old form; a rule whose windows changed gets new
-due times for what is pending.
+due times for what is pending. Other windows are put into force while everything runs: tasks read the rules with the
+groups of every take.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -36,7 +38,7 @@ from tailrace.views.folds.store import (
     rules_of,
     with_windows,
 )
-from tailrace.views.folds.write import FoldsPlan
+from tailrace.views.folds.write import REFRESH_S, FoldsPlan
 
 logger = logging.getLogger(__name__)
 
@@ -65,13 +67,10 @@ class FoldsDriver(ViewDriver):
     def __init__(self, plan: FoldsPlan) -> None:
         super().__init__(plan)
         self._rules: dict[str, Rule] = {}
-        self._wanted: dict[str, bytes] = {}
-        """The windows that were asked for when the start began."""
 
     def prepare(self, start: Start) -> None:
         """Put the rules into force, with the windows that were asked for."""
-        self._wanted = asked_for(start.shards)
-        self._rules = applied(start.settings, self._wanted)
+        self._rules = applied(start.settings, asked_for(start.shards))
         enforce(start.shards, self._rules, round(time.time() * 1000), start.epoch)
 
     def begin(self, start: Start, generations: Mapping[str, int], bounds: Bounds) -> None:
@@ -82,20 +81,38 @@ class FoldsDriver(ViewDriver):
         return FoldsPlan(tuple(self._rules.values()))
 
     def loops(self, run: DriverRun) -> Sequence[Loop]:
-        own = run.connect()
-        return [
-            Emitter(
-                own,
-                list(self._rules.values()),
-                watermarks(own, self._rules, run),
-                run.start.settings.folds.tick.total_seconds(),
-                epoch=run.start.epoch,
-                emitted=run.wake_publisher,
-            )
-        ]
+        return [PipelineEmitter(run, self._rules)]
 
-    def restart_reason(self, start: Start) -> str:
-        return "" if asked_for(start.shards) == self._wanted else "fold rules get other windows"
+
+class PipelineEmitter(Emitter):
+    """The emitter of a pipeline. Between two turns it puts windows into force that users asked for.
+
+    A writer that read the rules just before, or a publisher, may still write a due time by the windows that were. So
+    what is pending gets its due time again when all have the new ones; that this is still to come outlives a restart.
+    """
+
+    def __init__(self, run: DriverRun, rules: Mapping[str, Rule]) -> None:
+        own, self._settings, self._epoch = run.connect(), run.start.settings, run.start.epoch
+        tick_s, wake = self._settings.folds.tick.total_seconds(), run.wake_publisher
+        super().__init__(
+            own, list(rules.values()), watermarks(own, rules, run), tick_s, epoch=self._epoch, emitted=wake
+        )
+        self._wanted: dict[str, bytes] | None = None
+        self._settle_at = math.inf
+
+    def turn(self) -> float:
+        wanted, now = asked_for(self._shards), time.monotonic()
+        if wanted != self._wanted:
+            rules = applied(self._settings, wanted)
+            if rules != self._rules:
+                enforce(self._shards, rules, round(time.time() * 1000), self._epoch, settled=False)
+                self.apply(list(rules.values()))
+                self._settle_at = now + SETTLE_S
+            self._wanted = wanted
+        elif now >= self._settle_at:
+            enforce(self._shards, self._rules, round(time.time() * 1000), self._epoch)
+            self._settle_at = math.inf
+        return super().turn()
 
 
 def watermarks(shards: Shards, rules: Mapping[str, Rule], run: DriverRun) -> Callable[[Sequence[Rule]], dict[str, int]]:
@@ -118,16 +135,21 @@ def watermarks(shards: Shards, rules: Mapping[str, Rule], run: DriverRun) -> Cal
 
 
 PAGE = 100
+SETTLE_S = REFRESH_S + 1.0
+"""Time in which tasks and publishers take over new windows."""
 BEFORE_ALL = -(1 << 53)
 """A watermark at which nothing is due."""
 
 _encode = msgspec.json.Encoder().encode
 
 
-def enforce(shards: Shards, rules: Mapping[str, Rule], now_ms: int, epoch: int = 0) -> None:
+def enforce(shards: Shards, rules: Mapping[str, Rule], now_ms: int, epoch: int = 0, *, settled: bool = True) -> None:
     """Put rules into force in place of those that were.
 
     What is due by new windows is emitted at the emitter's next turn.
+
+    Args:
+        settled: False if writers are at work that do not know them yet; call it again when they do.
     """
     key, store = shards.keys.rules(), FoldStore(shards, epoch)
     before = applied_rules(shards)
@@ -139,9 +161,10 @@ def enforce(shards: Shards, rules: Mapping[str, Rule], now_ms: int, epoch: int =
             while found := _close_all(shards, store, known.rule, now_ms, FLUSH):
                 given += found
             logger.warning("fold rule %s is %s: emitted %d group(s)", name, "changed" if rule else "gone", given)
-        elif rule.windows != known.rule.windows:
+        elif rule.windows != known.rule.windows or (settled and not known.settled):
             moved = _close_all(shards, store, rule, BEFORE_ALL)
-            logger.info("fold rule %s has new windows: %d group(s) have new due times", name, moved)
+            if rule.windows != known.rule.windows:
+                logger.info("fold rule %s has new windows: %d group(s) have new due times", name, moved)
         if rule is None or rule.clock != known.rule.clock:
             count = shards.options.shards
             shards.run_all([(s, ("HDEL", shards.keys.frontier(s), name)) for s in range(count)])
@@ -149,12 +172,12 @@ def enforce(shards: Shards, rules: Mapping[str, Rule], now_ms: int, epoch: int =
             shards.run_all([(0, ("HDEL", key, name)), (0, ("HDEL", shards.keys.wanted(), name))])
     for name, rule in rules.items():
         was = before.get(name)
-        if was is not None and was.rule == rule:
+        if was is not None and was.rule == rule and (was.settled or not settled):
             continue
         since = {field: counts.get(f"{field}:{name}", 0) for field in COUNTERS}
-        new = AppliedRule(rule, now_ms, since)
+        new = AppliedRule(rule, now_ms, since, settled)
         if was is not None and was.rule.windows == rule.windows:
-            new = AppliedRule(rule, was.since_ms, was.counts)
+            new = AppliedRule(rule, was.since_ms, was.counts, settled)
         shards.run_all([(0, ("HSET", key, name, _encode(new)))])
 
 

@@ -70,6 +70,8 @@ class AppliedRule(msgspec.Struct, frozen=True):
     rule: Rule
     since_ms: int
     counts: dict[str, int] = {}
+    settled: bool = True
+    """False while a writer may still go by earlier windows: what is pending is given its due time once more."""
 
 
 _decode_rule = msgspec.json.Decoder(AppliedRule).decode
@@ -158,16 +160,19 @@ class FoldStore:
 
     def read(
         self, wanted: Sequence[tuple[int, Rule, Sequence[bytes]]]
-    ) -> tuple[list[list[StoredGroup]], list[dict[str, int]]]:
-        """Return the states of groups, given as (shard, rule, groups), and each shard's watermarks by rule."""
+    ) -> tuple[list[list[StoredGroup]], list[dict[str, int]], dict[bytes, bytes]]:
+        """Return the states of groups, given as (shard, rule, groups), each shard's watermarks, and all applied rules.
+
+        The rules are encoded; they are read after the groups that are on the same server.
+        """
         count = self._shards.options.shards
         commands: list[Command] = [
             (s, ("HMGET", self._keys.fold(s, rule.key_suffix), *groups)) for s, rule, groups in wanted
         ]
         commands += [(s, ("HGETALL", self._keys.frontier(s))) for s in range(count)]
-        answers = self._shards.run_all(commands)
+        *answers, rules = self._shards.run_all([*commands, (0, ("HGETALL", self._keys.rules()))])
         stored = [[decode_group(field) for field in answer] for answer in answers[: len(wanted)]]
-        return stored, [decode_numbers(answer) for answer in answers[len(wanted) :]]
+        return stored, [decode_numbers(answer) for answer in answers[len(wanted) :]], mapping(rules)
 
     def due(self, rule: Rule, until_ms: int, limit: int) -> list[list[bytes]]:
         """Return for every shard the groups that are due at a time, the longest due first."""
@@ -247,16 +252,20 @@ class Emitter(threading.Thread):
     ) -> None:
         super().__init__(name="emitter", daemon=True)
         self._shards, self._store = shards, FoldStore(shards, epoch)
-        self._rules = {rule.name: rule for rule in rules}
         self._watermark, self._tick_s, self._clock, self._emitted = watermark, tick_s, clock, emitted
-        # A group that is not there yet is due in the shortest quiet period at the earliest.
-        self._longest_pause_s = min([IDLE_S, *(rule.windows.quiet_ms / 2000 for rule in rules)])
+        self.apply(rules)
         self._reached: dict[str, int] = {}
         self._began = False
         self._last_ms = 0
         self._at_once = AT_ONCE
         self._stopping = threading.Event()
         self.failure: BaseException | None = None
+
+    def apply(self, rules: Sequence[Rule]) -> None:
+        """Emit by these rules from now on."""
+        self._rules = {rule.name: rule for rule in rules}
+        # A group that is not there yet is due in the shortest quiet period at the earliest.
+        self._longest_pause_s = min([IDLE_S, *(rule.windows.quiet_ms / 2000 for rule in rules)])
 
     def stop(self) -> None:
         self._stopping.set()
@@ -307,7 +316,7 @@ class Emitter(threading.Thread):
         """Resume the watermark of rules that go by event time: events would have to bring it there again."""
         if self._began:
             return
-        _, stored = self._store.read([])
+        _, stored, _ = self._store.read([])
         for name, rule in self._rules.items():
             if rule.clock == "event" and all(name in shard for shard in stored):
                 self._reached[name] = min(shard[name] for shard in stored)
@@ -320,7 +329,7 @@ class Emitter(threading.Thread):
             asked = [(shard, rule, groups) for shard, groups in enumerate(due) if groups]
             if not asked:
                 return
-            held, _ = self._store.read(asked)
+            held, _, _ = self._store.read(asked)
             size = sum(len(each.state) for states in held for each in states)
             self._at_once = max(1, self._at_once // 2) if size > AT_ONCE_BYTES else min(AT_ONCE, self._at_once * 2)
             refused = 0

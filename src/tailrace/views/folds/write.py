@@ -46,6 +46,7 @@ from tailrace.views.folds.store import (
     FoldStore,
     StoredGroup,
     applied_rules,
+    decode_applied,
     decode_group,
     emit_arguments,
     new_version,
@@ -180,6 +181,7 @@ class FoldsWriter(Writer):
         self._max_bytes, self._max_groups = 4 * plan.window_bytes * shards, plan.window_runs * shards
         self._inputs: dict[int, SliceInputs] = {}
         self._states: dict[Key, HeldGroup] = {}
+        self._applied: dict[bytes, bytes] = {}
         self._watermarks: list[dict[str, int]] = []
         """Watermarks by rule, for each shard: a shard that lost its last writes is behind the others."""
 
@@ -196,7 +198,10 @@ class FoldsWriter(Writer):
                 if added[-1][2] > applied.marks[shard]:
                     wanted.setdefault((shard, n), {})[group] = None
         listed = [(shard, self._rules[n].rule, list(groups)) for (shard, n), groups in wanted.items()]
-        stored, self._watermarks = FoldStore(shards).read(listed)
+        stored, self._watermarks, rules = FoldStore(shards).read(listed)
+        if rules != self._applied:
+            self._applied = rules
+            self._rules = [_as_applied(compiled, rules) for compiled in self._rules]
         self._states = {
             (shard, n, group): HeldGroup(h, h.version)
             for ((shard, n), groups), answer in zip(wanted.items(), stored, strict=True)
@@ -326,6 +331,14 @@ class FoldsWriter(Writer):
             if begin <= row < end:
                 items += _raw_event(records, row, self._rules[n].rule)
         return items
+
+
+def _as_applied(compiled: CompiledRule, applied: Mapping[bytes, bytes]) -> CompiledRule:
+    """Return a rule with the windows that the pipeline applies now: they may change while tasks run."""
+    rule, found = compiled.rule, decode_applied(applied.get(compiled.rule.name.encode()))
+    if found is None or found.rule.definition != rule.definition:
+        return compiled
+    return compiled._replace(rule=msgspec.structs.replace(rule, windows=found.rule.windows))
 
 
 def _between(inputs: Inputs, first: int, last: int) -> Inputs:
