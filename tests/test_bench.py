@@ -8,13 +8,12 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
 from bench.events import compare
 from bench.jobs import Bench, Check, Job, Outcome
 from bench.meter import Meter
 from bench.report import read, write
+from hypothesis import given
+from hypothesis import strategies as st
 
 PAGE = """# Benchmarks
 
