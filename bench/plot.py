@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
 WIDTH = 760
-COLOURS = ("#2b6cb0", "#dd6b20", "#2f855a", "#b83280", "#6b46c1", "#718096")
+SUBJECT = "#2b6cb0"
+PEERS = ("#a0aec0", "#dd6b20", "#2f855a", "#b83280", "#6b46c1", "#b7791f", "#4a5568")
 
 
 class Bar(NamedTuple):
@@ -22,37 +24,27 @@ class Bar(NamedTuple):
 
 
 def bars(title: str, drawn: Sequence[Bar]) -> str:
-    """Draw horizontal bars, grouped, on a logarithmic axis if they differ much."""
-    left, right, top, step = 300, 90, 34, 20
-    largest = max(bar.high for bar in drawn)
-    positive = [bar.low for bar in drawn if bar.low > 0]
-    smallest = min(positive, default=1.0)
-    log = largest > 30 * smallest
-    floor = smallest / 2 if log else 0.0
+    """Draw horizontal bars, grouped; what is written in bold is the subject, and has a colour of its own."""
+    left, right, step = 300, 90, 20
+    largest = max(bar.high for bar in drawn) or 1.0
+    parts, y, group, peers = [_text(8, 20, title, size=14)], 34, "", dict[str, str]()
 
     def x(value: float) -> float:
-        if log:
-            share = math.log(max(value, floor) / floor) / math.log(largest / floor)
-        else:
-            share = value / largest if largest else 0.0
-        return left + share * (WIDTH - left - right)
+        return left + value / largest * (WIDTH - left - right)
 
-    parts, y, group = [], top, ""
-    colours: dict[str, str] = {}
     for bar in drawn:
         if bar.group != group:
             group = bar.group
-            y += 8
-            parts.append(_text(8, y + 12, group, weight="bold"))
-            y += 0 if len(group) < 22 else step
-        colour = colours.setdefault(bar.label, COLOURS[len(colours) % len(COLOURS)])
-        parts.append(_text(left - 6, y + 12, bar.label, anchor="end"))
+            parts.append(_text(8, y + 20, group, weight="bold"))
+            y += 8 if len(group) < 28 else 8 + step
+        label, subject = re.sub(r"[*`\\]", "", bar.label), "**" in bar.label
+        colour = SUBJECT if subject else peers.setdefault(bar.label, PEERS[len(peers) % len(PEERS)])
+        parts.append(_text(left - 6, y + 12, label, anchor="end", weight="bold" if subject else "normal"))
         parts.append(f'<rect x="{left}" y="{y + 2}" width="{x(bar.middle) - left:.1f}" height="13" fill="{colour}"/>')
         parts.append(_line(x(bar.low), y + 8, x(bar.high), y + 8, "#1a202c"))
         parts.append(_text(x(bar.high) + 5, y + 12, short(bar.middle)))
         y += step
-    note = f"{title} (logarithmic)" if log else title
-    return _svg(y + 12, [_text(8, 20, note, size=14), *parts])
+    return _svg(y + 12, parts)
 
 
 def lines(title: str, across: str, series: Mapping[str, Sequence[tuple[float, float]]]) -> str:
@@ -76,7 +68,7 @@ def lines(title: str, across: str, series: Mapping[str, Sequence[tuple[float, fl
         parts += [_line(left, y, WIDTH - right, y, "#e2e8f0"), _text(left - 6, y + 4, short(share * largest), "end")]
     ends: list[float] = []
     for i, (name, points) in enumerate(series.items()):
-        colour, placed = COLOURS[i % len(COLOURS)], [at(point) for point in sorted(points)]
+        colour, placed = (SUBJECT, *PEERS[1:])[i % len(PEERS)], [at(point) for point in sorted(points)]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
         parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in placed]
