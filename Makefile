@@ -16,8 +16,7 @@ PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-fast check fmt faults bench bench-ingest bench-latency bench-pack bench-folds bench-query \
-	bench-grep bench-tags bench-sessions protos clean lock java
+.PHONY: help setup run test test-fast check fmt faults bench bench-docs bench-query peers protos clean lock java
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,33 +45,21 @@ fmt: $(STAMPS)/project ## Format the code and mend what can be mended
 faults: setup ## End the driver in all ways that there are, fifty times
 	$(BIN)/pytest -q tests/faults --faults=50 $(ARGS)
 
-bench: bench-ingest bench-pack bench-folds bench-query bench-grep bench-tags bench-sessions ## Run all measurements
+bench: setup ## Measure everything beside its peers, in 40 minutes (QUICK=1, ARGS="--only folds --docs"); bench-folds: one part
+	@$(MAKE) -s peers || echo "the peers of requirements/peers.txt cannot be installed: they are left out" >&2
+	$(BIN)/python -m bench $(if $(QUICK),--quick) $(ARGS)
 
-bench-ingest: setup ## Measure events per second, CPU-seconds per million events, and latency
-	$(BIN)/python bench/ingest.py $(ARGS)
-	$(BIN)/python bench/latency.py
+bench-docs: setup ## Write the tables and plots of the last run into docs/benchmarks.md (OUT=folder)
+	$(BIN)/python -m bench.report $(or $(OUT),.tailrace/bench)
 
-bench-latency: setup ## Measure the time from produced to received
-	$(BIN)/python bench/latency.py $(ARGS)
-
-bench-pack: setup ## Measure what packing saves, how fast it is, and what it costs live writers; and a million streams
-	$(BIN)/python bench/pack.py $(ARGS)
-	$(BIN)/python bench/registry.py
-
-bench-folds: setup $(PEERS)/.stamp ## Measure folding beside the algorithm it follows, Quix Streams and Bytewax
-	$(BIN)/python bench/folds.py $(ARGS)
-
-bench-query: setup $(PEERS)/.stamp $(NODE)/node_modules/.stamp ## Measure queries beside four others
+bench-query: setup peers $(NODE)/node_modules/.stamp ## Measure queries beside four others
 	$(BIN)/python bench/query.py $(ARGS)
 
-bench-grep: setup ## Measure searches over the past and live, beside kcat with grep and jq if they are there
-	$(BIN)/python bench/grep.py $(ARGS)
+bench-%: setup
+	@$(MAKE) -s peers || echo "the peers of requirements/peers.txt cannot be installed: they are left out" >&2
+	$(BIN)/python bench/$*.py $(if $(QUICK),--quick) $(ARGS)
 
-bench-tags: setup ## Measure tags in Valkey and in Cassandra, written and read, beside a plain loop of inserts
-	$(BIN)/python bench/tags.py $(ARGS)
-
-bench-sessions: setup ## Measure telemetry into Valkey, by the pipeline and the writer library, and its viewers
-	$(BIN)/python bench/sessions.py $(ARGS)
+peers: $(PEERS)/.stamp ## Install what Tailrace is measured against
 
 protos: $(STAMPS)/project ## Renew the code that is made from src/tailrace/views/sessions/rta.proto
 	$(BIN)/python -m grpc_tools.protoc -Isrc --python_out=src --pyi_out=src src/tailrace/views/sessions/rta.proto
@@ -80,7 +67,7 @@ protos: $(STAMPS)/project ## Renew the code that is made from src/tailrace/views
 lock: $(STAMPS)/uv ## Renew requirements/*.txt and the lock of the peers in Node
 	$(BIN)/uv pip compile pyproject.toml --extra all --group dev --universal --generate-hashes --no-annotate \
 		--no-header --python-version 3.11 -o requirements/dev.txt
-	printf 'bytewax\nmongomock\nmongoquery\nquixstreams\n' | $(BIN)/uv pip compile - --universal --generate-hashes \
+	printf 'bytewax\neventsourcing\nmongomock\nmongoquery\nquixstreams\n' | $(BIN)/uv pip compile - --universal --generate-hashes \
 		--no-annotate --no-header --python-version 3.11 -o requirements/peers.txt
 	cd $(NODE) && npm install --package-lock-only
 

@@ -1,146 +1,148 @@
-"""Time of an event from its producer to a client's socket, through the whole stack; and what the stack costs
-idle.
+"""Time of an event from its producer to a client's socket, through the whole stack, beside a bare consumer.
 
-The stack is `tailrace up` in an empty folder. Events carry the time at which they were due to be sent (open loop: a
-slow moment is not hidden by sending later). Latency = bytes at the client's socket − due time. Idle = CPU time of all
-processes over a quiet stretch, of one core.
+    **SSE**   a client of the service that follows all streams of the topic
+    bare      a Kafka consumer of the same topic at the same time: what nothing at all in between would give
+
+The stack is `tailrace up` in an empty folder, with every view at work: day streams, a rule that folds, one search, tags
+and a topic of sessions. Events carry the time at which they were due to be sent (open loop: a slow moment is not hidden
+by sending later). Latency = bytes at the client − due time; events go to all partitions by turns.
+
+    idle      CPU of each part over a quiet stretch, in hundredths of one core
+    start     the same folder once more: from the command to READY, and to the first event that a client gets
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import json
-import os
-import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
+from math import lcm
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
-
-import httpx
-from confluent_kafka import Producer
-from confluent_kafka.admin import AdminClient, NewTopic
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench.meter import cpu_seconds, percentile, report
-from tailrace.embedded.process import free_port
+from bench.events import create
+from bench.jobs import Bench, main, numbers
+from bench.meter import cpu_seconds, family, memory_mib
+from bench.readers import Readers, Sender, kafka, sse
+from bench.servers import Stack, stack
 
 NAMES = 20
+BODY = b'{"kind":"reading","tags":["one","two"],"total":12.5,"pad":"%b"}' % (b"x" * 200)
+ALL_VIEWS = {
+    "folds.rules": {"kinds": {"topics": "latency-.*", "group": ["slot"], "quiet": "1s", "collect": {"n": "max n"}}},
+    "tags.paths": ["tags"],
+    "sessions.topics": ["telemetry"],
+    "kafka.poll": "200ms",
+}
 
 
-def send(bootstrap: str, topic: str, rate: int, seconds: float) -> int:
-    """Send events at a fixed rate, each stamped with the moment at which it was due; return how many."""
-    producer = Producer({"bootstrap.servers": bootstrap, "linger.ms": 0})
-    began = time.time()
-    sent = 0
-    total = int(rate * seconds)
-    while sent < total:
-        due = began + sent / rate
-        pause = due - time.time()
-        if pause > 0:
-            producer.poll(0)
-            time.sleep(pause)
-        body = json.dumps({"due": due, "n": sent, "pad": "x" * 250}).encode()
-        producer.produce(topic, key=json.dumps([topic, f"set-{sent % NAMES}"]).encode(), value=body)
-        sent += 1
-    producer.flush()
-    return sent
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seconds", type=float, default=8, help="of live events")
+    parser.add_argument("--idle", type=float, default=20, help="seconds without events")
+    parser.add_argument("--warm", type=float, default=30, help="seconds of 1,000 events/s before all others")
+    parser.add_argument("--rates", default="100,2000,20000")
+    parser.add_argument("--partitions", default="4,20,100")
+    parser.set_defaults(repeat=1)
 
 
-async def receive(url: str, topic: str, expected: int, latencies: list[float], ready: asyncio.Event) -> None:
-    """Follow all streams of a topic over one SSE connection and note each event's age as it arrives."""
-    query = urlencode([("name", f"{topic}/set-{i}") for i in range(NAMES)])
-    async with (
-        httpx.AsyncClient(timeout=None) as client,
-        client.stream("GET", f"{url}/v1/streams/events?{query}&from=end") as response,
-    ):
-        response.raise_for_status()
-        ready.set()
-        buffer = b""
-        async for chunk in response.aiter_raw():
-            now = time.time()
-            *lines, buffer = (buffer + chunk).split(b"\n")
-            for line in lines:
-                if line.startswith(b'data: {"id"'):
-                    latencies.append(now - json.loads(line[6:])["data"]["due"])
-            if len(latencies) >= expected:
-                return
-
-
-async def measure(url: str, bootstrap: str, rate: int, partitions: int, seconds: float) -> dict[str, Any]:
-    """Send at one rate to a new topic and return the spread of latencies."""
-    topic = f"latency-{rate}-{partitions}-{time.time_ns()}"
-    admin = AdminClient({"bootstrap.servers": bootstrap})
-    admin.create_topics([NewTopic(topic, partitions, 1)])[topic].result()
-    await asyncio.to_thread(send, bootstrap, topic, 100, 5)
-    await asyncio.sleep(2)
-    latencies: list[float] = []
-    ready = asyncio.Event()
-    reader = asyncio.create_task(receive(url, topic, int(rate * seconds), latencies, ready))
-    await ready.wait()
-    await asyncio.sleep(0.5)
-    await asyncio.to_thread(send, bootstrap, topic, rate, seconds)
-    await asyncio.wait_for(reader, 60)
-    warm = latencies[len(latencies) // 5 :]
-    return {
-        "job": "latency",
-        "events/s": rate,
-        "partitions": partitions,
-        "received": len(latencies),
-        "p50 ms": round(percentile(warm, 0.5) * 1000),
-        "p99 ms": round(percentile(warm, 0.99) * 1000),
-        "max ms": round(max(warm) * 1000),
-    }
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=20)
-    parser.add_argument("--idle", type=float, default=30)
-    parser.add_argument("--repeat", type=int, default=2)
-    options = parser.parse_args()
-    port = free_port()
+def run(bench: Bench) -> None:
+    given = bench.options
     with tempfile.TemporaryDirectory(prefix="tailrace-bench-") as folder:
-        command = [sys.executable, "-m", "tailrace", "up", "--dir", folder, "--port", str(port)]
-        stack = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        try:
-            assert stack.stdout is not None
-            bootstrap = ""
-            for line in stack.stdout:
-                if line.strip().startswith("kafka"):
-                    bootstrap = line.split()[1]
-                if line.strip().startswith("valkey"):
-                    break
-            threading.Thread(target=stack.stdout.read, daemon=True).start()
-            rows = asyncio.run(_all(f"http://127.0.0.1:{port}", bootstrap, options))
+        with stack(Path(folder), ALL_VIEWS) as running:
+            create(running.bootstrap, "telemetry", 1)
+            _start(bench, running, "empty folder, cold caches of files")
+            if given.warm:
+                _measure(bench, running, 1000, 4, given.warm, note=False)
+            for _ in range(given.repeat):
+                for partitions in numbers(given.partitions):
+                    for rate in numbers(given.rates):
+                        _measure(bench, running, rate, partitions, given.seconds)
             time.sleep(5)
-            before = cpu_seconds([stack.pid])
-            time.sleep(options.idle)
-            idle = (cpu_seconds([stack.pid]) - before) / options.idle
-            rows.append({"job": "idle", "CPU of one core": f"{idle:.1%}"})
-            report(rows, f"Produced to received over SSE, best of {options.repeat}, {os.cpu_count()} cores")
-        finally:
-            stack.send_signal(signal.SIGTERM)
-            stack.wait(60)
-    return 0
+            _idle(bench, running, given.idle)
+        with stack(Path(folder), ALL_VIEWS) as running:
+            _start(bench, running, "the same folder once more")
 
 
-async def _all(url: str, bootstrap: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    rows = []
-    # A JVM compiles what it runs often; the first half minute says nothing about the rest of the day.
-    await measure(url, bootstrap, 1000, 4, 30)
-    for rate, partitions in ((100, 4), (2000, 4), (100, 20), (2000, 20)):
-        tries = [await measure(url, bootstrap, rate, partitions, options.seconds) for _ in range(options.repeat)]
-        rows.append(min(tries, key=lambda row: row["p50 ms"]))
-        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    return rows
+def _topic(running: Stack, name: str, partitions: int) -> Sender:
+    create(running.bootstrap, name, partitions)
+    return Sender(running.bootstrap, name, partitions, NAMES, [BODY])
+
+
+def _feeds(running: Stack, topic: str, partitions: int) -> list[dict[str, Any]]:
+    stride = lcm(NAMES, partitions)
+    names = [("name", f"live/set-{i}") for i in range(NAMES)]
+    return [
+        sse(running.port, "/v1/streams/events", [*names, ("from", "end")], stride=stride),
+        kafka(running.bootstrap, topic, stride=stride),
+    ]
+
+
+def _measure(bench: Bench, running: Stack, rate: int, partitions: int, seconds: float, *, note: bool = True) -> None:
+    """Send at one rate to a new topic, and note the spread of latencies."""
+    topic = f"latency-{rate}-{partitions}-{time.time_ns()}"
+    sender = _topic(running, topic, partitions)
+    # A search of its own for each topic, as somebody might have, that nothing matches.
+    search = sse(running.port, "/v1/grep", {"topics": topic, "q": {"total": {"$gt": 100}}}, stride=1, wants=1 << 60)
+    sender.send(10 * partitions, 200)
+    time.sleep(2)
+    with Readers([*_feeds(running, topic, partitions), search]) as readers:
+        readers.wait(sender.send(round(rate * min(2, seconds)), rate))
+        roots = [running.process.pid]
+        before, began = cpu_seconds(roots), time.perf_counter()
+        sent = sender.send(round(rate * seconds), rate)
+        spent = time.perf_counter() - began
+        cpu = cpu_seconds(roots) - before
+        followed, bare, _ = readers.wait(sent)
+    if not note:
+        return
+    case = f"{rate:,} events/s, {partitions} partitions"
+    cores: dict[str, Any] = {"stack, cores": round(cpu / spent, 2), "sent/s": round(sent / spent)}
+    bench.note(case, "**SSE**", **followed.figures(), **cores)
+    bench.note(case, "bare consumer", **bare.figures())
+
+
+def _idle(bench: Bench, running: Stack, seconds: float) -> None:
+    """Note what each part takes while nothing comes."""
+    parts = {name: family([pid]) for name, pid in running.pids.items()}
+    pipeline = running.pids["pipeline"]
+    jvms = {each for each in parts["pipeline"] if each.name() == "java"}
+    trees = {
+        "Kafka": [running.pids["kafka"]],
+        "Valkey": [running.pids["valkey"]],
+        "pipeline: driver (Python)": [pipeline],
+        "pipeline: JVM": [each.pid for each in jvms],
+        "pipeline: hands": [child.pid for jvm in jvms for child in jvm.children()],
+        "service": [running.pids["service"]],
+        "upkeep": [running.pids["upkeep"]],
+    }
+    inside = {"pipeline: driver (Python)": trees["pipeline: JVM"], "pipeline: JVM": trees["pipeline: hands"]}
+    before = {name: cpu_seconds(pids, inside.get(name, ())) for name, pids in trees.items()}
+    time.sleep(seconds)
+    for name, pids in trees.items():
+        spent = cpu_seconds(pids, inside.get(name, ())) - before[name]
+        figures = {"% of a core": round(100 * spent / seconds, 2), "MiB": round(memory_mib(pids, inside.get(name, ())))}
+        bench.note("idle, all views", name, table="latency-idle", **figures)
+
+
+def _start(bench: Bench, running: Stack, case: str) -> None:
+    """Note how long the stack took to be ready, and how long the first event takes."""
+    topic = f"latency-first-{time.time_ns()}"
+    began = time.time()
+    create(running.bootstrap, topic, 4)
+    with Readers(_feeds(running, topic, 4)[:1]) as readers:
+        opened = time.time()
+        sent = Sender(running.bootstrap, topic, 4, NAMES, [BODY]).send(1, None)
+        [seen] = readers.wait(sent, 60)
+    if not seen.events:
+        raise SystemExit("the first event after READY did not come within a minute")
+    figures = {"READY s": round(running.ready_s, 1), "feed open s": round(opened - began, 2)}
+    figures["first event s"] = round(seen.first - opened, 2)
+    bench.note(case, "`tailrace up`", table="latency-start", **figures)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    quick = {"seconds": 1, "idle": 2, "warm": 0, "rates": "100", "partitions": "4"}
+    sys.exit(main("latency", __doc__, options, quick, run))

@@ -1,28 +1,32 @@
-"""Base of every measurement: CPU time of whole process trees, and one way to print results."""
+"""CPU time and memory of whole process trees."""
 
 from __future__ import annotations
 
-import json
-import sys
+import os
+import threading
+import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from pathlib import Path
 
 import psutil
-from rich.console import Console
-from rich.table import Table
 
 
-def cpu_seconds(roots: Iterable[int]) -> float:
-    """Return the CPU time that processes and all their children, ended ones too, have used; each process once."""
-    family: set[psutil.Process] = set()
+def family(roots: Iterable[int], without: Iterable[int] = ()) -> set[psutil.Process]:
+    """Return processes with all their descendants, each once, but for the trees of some."""
+    found: set[psutil.Process] = set()
     for root in roots:
         try:
             process = psutil.Process(root)
-            family |= {process, *process.children(recursive=True)}
+            found |= {process, *process.children(recursive=True)}
         except psutil.NoSuchProcess:
             continue
+    return found - family(without) if without else found
+
+
+def cpu_seconds(roots: Iterable[int], without: Iterable[int] = ()) -> float:
+    """Return the CPU time that processes and all their descendants, ended ones too, have used."""
     total = 0.0
-    for process in family:
+    for process in family(roots, without):
         try:
             times = process.cpu_times()
         except psutil.NoSuchProcess:
@@ -31,19 +35,16 @@ def cpu_seconds(roots: Iterable[int]) -> float:
     return total
 
 
-def report(rows: Sequence[dict[str, Any]], title: str) -> None:
-    """Print results as JSON lines on standard output and as a table on standard error."""
-    for row in rows:
-        print(json.dumps(row), flush=True)
-    if not rows:
-        return
-    table = Table(title=title)
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    for column in columns:
-        table.add_column(column, justify="left" if isinstance(rows[0].get(column), str) else "right")
-    for row in rows:
-        table.add_row(*(_cell(row.get(column)) for column in columns))
-    Console(file=sys.stderr, width=140).print(table)
+def memory_mib(roots: Iterable[int], without: Iterable[int] = ()) -> float:
+    """Return the memory of process trees: a page that several share is counted once (PSS)."""
+    total = 0
+    for process in family(roots, without):
+        try:
+            rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+        except OSError:
+            continue
+        total += sum(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:"))
+    return total / 1024
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -52,7 +53,35 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:,.2f}"
-    return f"{value:,}" if isinstance(value, int) else str(value if value is not None else "")
+class Meter:
+    """What this process and all that it started take while the meter is entered.
+
+    Args:
+        without: roots of trees that belong to another job.
+        shared: servers whose CPU time counts and whose memory does not, since it is the same for every job.
+    """
+
+    def __init__(self, without: Sequence[int] = (), shared: Sequence[int] = ()) -> None:
+        self._without, self._shared = without, shared
+        self.seconds = self.cpu = self.peak_mib = 0.0
+
+    def __enter__(self) -> Meter:
+        self._done = threading.Event()
+        self._sampler = threading.Thread(target=self._sample, daemon=True)
+        self._cpu, self._began = cpu_seconds([os.getpid()], self._without), time.perf_counter()
+        self._sampler.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.perf_counter() - self._began
+        self.cpu = cpu_seconds([os.getpid()], self._without) - self._cpu
+        self._done.set()
+        self._sampler.join()
+
+    def _sample(self) -> None:
+        while True:
+            ended = self._done.wait(1.0)
+            taken = memory_mib([os.getpid()], (*self._without, *self._shared))
+            self.peak_mib = max(self.peak_mib, taken)
+            if ended:
+                return

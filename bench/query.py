@@ -36,7 +36,6 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.hard import PAIRS, shrink
-from bench.meter import report
 from bench.peers.matching import Answer, Task, counted
 from bench.rounds import Figures, best
 from bench.standing import ONE, events, queries
@@ -295,6 +294,16 @@ def _apart(function: Callable[..., Any], arguments: tuple[Any, ...], seconds: fl
     """Call a function in a new process, and end it if it takes too long."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply_async(function, arguments).get(seconds)
+
+
+def report(rows: Sequence[Row], title: str) -> None:
+    """Print results as JSON lines on standard output, and as a table on standard error."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    table = [f"\n{title}\n", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for row in rows:
+        print(json.dumps(row), flush=True)
+        table.append(f"| {' | '.join(str(row.get(column, '')) for column in columns)} |")
+    print("\n".join(table), file=sys.stderr)
 
 
 def main() -> int:

@@ -1,15 +1,14 @@
 """Cost of sessions: telemetry into Valkey, by the pipeline and by the writer library; and its viewers.
 
-    nothing    a Python consumer reads the topic and drops it: the bare Kafka read
-    pipeline   Spark reads the topic, and every sample goes into its session's stream, in bursts, exactly once
-    writer     `tailrace.SessionWriter` in this process, from arrays, without Kafka and Spark
-    viewers    one service process, a writer, and viewers of the RTA protocol, each part a process of its own:
-               bench/viewers.py
+    nothing         the bare read of the same topic
+    pipeline        Spark reads the topic, and every sample goes into its session's stream, in bursts, exactly once
+    SessionWriter   `tailrace.SessionWriter` in this process, from arrays, without Kafka and Spark
+    viewers         one service process, a writer, and viewers of the RTA protocol, each part a process of its own:
+                    bench/viewers.py
 
 Records have 20 channels of 100 samples each (`--each`), s16 and f32 by turns; `numbers` are in them as JSON, `base64`
-as bytes. `MB/s` are bytes of samples, `stored` the bytes of a stream's entries per sample, compressed. Each figure of
-the first three is the best of several runs over the same records. CPU seconds are of all processes together: Spark, its
-Python workers or the writer, the broker and Valkey. `of nothing` is a ratio of records per second within this run.
+as bytes. `MB/s` are bytes of samples, `stored` the bytes of a stream's entries per sample, compressed. CPU seconds are
+per million samples, of all processes together. Afterwards the samples in the streams are counted.
 """
 
 from __future__ import annotations
@@ -18,34 +17,31 @@ import argparse
 import base64
 import json
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache, partial
-from itertools import count
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 from confluent_kafka import Producer
-from confluent_kafka.admin import AdminClient, NewTopic
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench.ingest import Spark, nothing
-from bench.meter import cpu_seconds, report
-from bench.servers import plans_of, servers
+from bench.events import create
+from bench.jobs import Bench, Check, Job, Outcome, chosen, main
+from bench.lane import Lane
+from bench.meter import Meter
+from bench.peers.task import Task, run_peer
+from bench.servers import servers
 from bench.viewers import watch
-from tailrace.config.settings import Settings, load
-from tailrace.driver.slice import Plan, make_plan
-from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
-from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare
 from tailrace.views.sessions.burst import parse, unpack
 from tailrace.views.sessions.writer import SessionWriter
 
 Row: TypeAlias = dict[str, Any]
 
 VIEW = "sessions"
+JOBS = ("write", "viewers")
 TYPES = ("s16", "f32")
 CHANNELS = [(number, TYPES[number % 2]) for number in range(1, 21)]
 WIDTH = sum({"s16": 2, "f32": 4}[type_] for _, type_ in CHANNELS) / len(CHANNELS)
@@ -65,12 +61,33 @@ CONFIGURATION = {
         ],
     }
 }
-TITLES = {
-    "write": "Telemetry into Valkey, from records with 20 channels",
-    "viewers": "Viewers of sessions in one service",
-}
 
-_runs = count()
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--numbers", type=int, default=6_000_000, help="samples that are JSON numbers")
+    parser.add_argument("--base64", type=int, default=20_000_000, help="samples that are bytes")
+    parser.add_argument("--forms", default="numbers,base64")
+    parser.add_argument("--each", type=int, default=100, help="samples of a channel in a record")
+    parser.add_argument("--partitions", type=int, default=2)
+    parser.add_argument("--viewers", default="1,100", help="in all, of all sessions")
+    parser.add_argument("--sessions", default="1,4", help="at the same time, each in a stream of its own")
+    parser.add_argument("--one", type=float, default=0.2, help="the share of viewers of one channel in a mixed run")
+    parser.add_argument("--rate", type=float, default=1.0, help="MB/s of all sessions together")
+    parser.add_argument("--seconds", type=float, default=8, help="of viewing")
+    parser.add_argument("--only", default="", help="run these jobs alone, with commas between: " + ", ".join(JOBS))
+
+
+def run(bench: Bench) -> None:
+    jobs = chosen(bench.options.only, JOBS)
+    if "write" in jobs:
+        with servers() as (kafka, store, _):
+            bench.shared = [kafka.pid or 0]
+            lane = Lane(kafka.address, store.url)
+            _write(bench, lane, kafka.address, store)
+            lane.stop()
+    if "viewers" in jobs:
+        for case, row in watch(bench.options):
+            bench.note(case, "**one service**", table="sessions-viewers", **row)
 
 
 def walk(chance: np.random.Generator, type_: str, samples: int) -> np.ndarray[Any, Any]:
@@ -110,8 +127,7 @@ def templates(form: str, each: int) -> list[str]:
 
 def produce(bootstrap: str, topic: str, partitions: int, records: int, form: str, each: int) -> int:
     """Fill a topic with the telemetry of one session in each partition; return the bytes of its records."""
-    admin = AdminClient({"bootstrap.servers": bootstrap})
-    admin.create_topics([NewTopic(topic, partitions, 1)])[topic].result()
+    create(bootstrap, topic, partitions)
     producer = Producer({"bootstrap.servers": bootstrap, "linger.ms": 20, "queue.buffering.max.kbytes": 1 << 20})
     bindings = [{"identifier": "bench-car", "channelOffset": 0}]
     for partition in range(partitions):
@@ -130,117 +146,71 @@ def produce(bootstrap: str, topic: str, partitions: int, records: int, form: str
     return size
 
 
-class Bench(Spark):
-    """The servers, a Spark that writes sessions, and what was measured."""
+def _write(bench: Bench, lane: Lane, bootstrap: str, store: EmbeddedValkey) -> None:
+    """Write telemetry in both forms, and from memory."""
+    given, each, record = bench.options, bench.options.each, bench.options.each * len(CHANNELS)
+    for form in given.forms.split(","):
+        records = (given.numbers if form == "numbers" else given.base64) // record
+        topic = f"{form}-{records}"
+        size = produce(bootstrap, topic, given.partitions, records, form, each)
+        # The topic has one that opens each session.
+        whole, samples = records + given.partitions, records * record
+        task = Task(bootstrap, topic, "", whole, 0, store.url, "")
+        pipeline = Job("**pipeline**", partial(_through, lane, store, task, given.partitions, samples))
+        if form == given.forms.split(",")[0] and not given.quick:
+            bench.warm(pipeline)
+        case = f"{form}, {size / samples:.2f} bytes a sample in Kafka"
+        bench.rounds(case, [Job("nothing", partial(_bare, task, samples), lane.pids), pipeline], unit="samples")
+    jobs = []
+    for size in (each, 10 * each):
+        samples = given.base64 // (size * len(CHANNELS)) * size * len(CHANNELS)
+        arrays(size)
+        jobs.append(Job(f"**SessionWriter**, arrays of {size:,}", partial(_alone, store, samples, size), lane.pids))
+    bench.rounds("from memory", jobs, unit="samples")
 
-    def __init__(self, options: argparse.Namespace, kafka: EmbeddedKafka, store: EmbeddedValkey, folder: Path) -> None:
-        super().__init__(kafka.address, store.url)
-        self.options, self.kafka, self.store = options, kafka, store
-        self.rows: list[Row] = []
-        self.topic = ""
 
-    def tell(self, row: Row) -> None:
-        """Note a row."""
-        self.rows.append(row)
-        print(json.dumps(row), file=sys.stderr, flush=True)
+def _bare(task: Task, samples: int, meter: Meter) -> Outcome:
+    run_peer(meter, sys.executable, "bare", task)
+    return Outcome(samples)
 
-    def given(self) -> Settings:
-        """Return settings whose keys are nobody else's."""
-        return load(
-            flags={
-                "kafka.bootstrap": self.kafka.address,
-                "valkey.url": self.store.url,
-                "valkey.prefix": f"bench{next(_runs)}",
-                "pipeline.views": [VIEW],
-                "sessions.topics": [self.topic],
-                "sessions.begin": "start",
-            }
-        )
 
-    def _plan(self) -> tuple[Plan, Shards]:
-        settings = self.given()
-        shards = Shards(StoreOptions.of(settings.valkey)).open()
-        prepare(shards)
-        views = ("intake", VIEW)
-        return make_plan(settings, shards, plans_of(settings, views), enlist(shards, views)), shards
+def _through(lane: Lane, store: EmbeddedValkey, task: Task, partitions: int, samples: int, meter: Meter) -> Outcome:
+    flags = lane.flags(pipeline__views=[VIEW], sessions__topics=[task.topic], sessions__begin="start")
+    shards = lane.run(meter, task.topic, partitions, task.events, [VIEW], flags)
+    shards.close()
+    return _stored(store, samples, meter)
 
-    def everything(self) -> list[int]:
-        """Return the processes whose time counts."""
-        return [*self.pids(), *(pid for pid in (self.kafka.pid, self.store.pid) if pid)]
 
-    def best(self, row: Row, run: Callable[[], float], samples: int) -> Row:
-        """Run something several times; return its best. A run returns samples per second."""
-        rates, costs = [], []
-        for _ in range(self.options.repeat):
-            self.store.client().flushall()
-            before = cpu_seconds(self.everything())
-            rates.append(run())
-            costs.append((cpu_seconds(self.everything()) - before) * 1e6 / samples)
-        rate = max(rates)
-        return row | {
-            "samples/s": round(rate),
-            "MB/s": round(rate * WIDTH / 1e6, 1),
-            "CPU s/M samples": round(min(costs), 3),
-        }
+def _stored(store: EmbeddedValkey, samples: int, meter: Meter) -> Outcome:
+    """Return the outcome, whose check counts the samples in all streams."""
+    figures: Row = {"MB/s": round(samples * WIDTH / 1e6 / meter.seconds, 1)}
 
-    def write(self) -> None:
-        """Write telemetry in both forms, and from memory."""
-        partitions, each = self.options.partitions, self.options.each
-        record: int = each * len(CHANNELS)
-        for form in self.options.forms.split(","):
-            samples = self.options.numbers if form == "numbers" else self.options.base64
-            records = samples // record
-            self.topic = f"{form}-{records}"
-            size = produce(self.kafka.address, self.topic, partitions, records, form, each)
-            total = records * record
-            # The topic has one that opens each session.
-            whole = records + partitions
-
-            def through(kind: str, whole: int = whole) -> float:
-                if kind == "nothing":
-                    return record * nothing(self.kafka.address, self.topic, partitions, whole)
-                return record * self.run(self.topic, partitions, whole)
-
-            about = {"form": form, "bytes/sample in Kafka": round(size / total, 2)}
-            bare = self.best({"job": "write", "by": "nothing", **about}, partial(through, "nothing"), total)
-            self.tell(bare)
-            row = self.best({"job": "write", "by": "pipeline", **about}, partial(through, "days"), total)
-            self.tell(
-                row | {"of nothing": round(row["samples/s"] / bare["samples/s"], 2), "stored": self.stored(total)}
-            )
-        for size in (each, 10 * each):
-            samples = self.options.base64 // (size * len(CHANNELS)) * size * len(CHANNELS)
-            arrays(size)
-            row = {"job": "write", "by": "writer", "form": f"arrays of {size:,}"}
-            row = self.best(row, partial(self._alone, samples, size), samples)
-            self.tell(row | {"stored": self.stored(samples)})
-        self.store.client().flushall()
-
-    def stored(self, samples: int) -> float:
-        """Return the bytes of all entries, per sample, when all samples are there, each once."""
-        client: Any = self.store.client()
+    def check() -> Check:
+        client: Any = store.client()
         size = found = 0
         for name in client.smembers("streams"):
             for _, fields in _entries(client, b"stream:" + name):
                 size += len(fields[b"data"])
                 found += sum(message.periodic_data.samples for message in parse(unpack(fields[b"data"])).data)
-        if found != samples:
-            raise SystemExit(f"{found} samples are in the streams, and {samples} were written")
-        return round(size / samples, 2)
+        figures["stored, bytes/sample"] = round(size / samples, 2)
+        return Check.of_counts(found, samples)
 
-    def _alone(self, samples: int, each: int) -> float:
-        """Write so many samples of one session, so many of a channel with one call."""
-        prepared = arrays(each)
-        json_ = {"configBindings": [{"identifier": "bench-car", "channelOffset": 0}]}
-        with SessionWriter(self.store.url, stream="alone", writer="bench") as writer:
-            writer.open("alone", json_, {"bench-car": CONFIGURATION})
-            began = time.perf_counter()
+    return Outcome(samples, check, figures, store.client().flushall)
+
+
+def _alone(store: EmbeddedValkey, samples: int, each: int, meter: Meter) -> Outcome:
+    """Write so many samples of one session, so many of a channel with one call."""
+    prepared = arrays(each)
+    json_ = {"configBindings": [{"identifier": "bench-car", "channelOffset": 0}]}
+    with SessionWriter(store.url, stream="alone", writer="bench") as writer:
+        writer.open("alone", json_, {"bench-car": CONFIGURATION})
+        with meter:
             for turn in range(samples // (each * len(CHANNELS))):
                 for number, _ in CHANNELS:
                     data = prepared[number][turn % len(prepared[number])]
                     writer.periodic(number, FIRST + turn * each * MS, MS, data=data)
             writer.flush()
-            return samples / (time.perf_counter() - began)
+    return _stored(store, samples, meter)
 
 
 def _entries(client: Any, key: bytes) -> Iterator[tuple[bytes, dict[bytes, bytes]]]:
@@ -250,37 +220,6 @@ def _entries(client: Any, key: bytes) -> Iterator[tuple[bytes, dict[bytes, bytes
         after = b"(" + page[-1][0]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--numbers", type=int, default=8_000_000, help="samples that are JSON numbers")
-    parser.add_argument("--base64", type=int, default=24_000_000, help="samples that are bytes")
-    parser.add_argument("--forms", default="numbers,base64")
-    parser.add_argument("--each", type=int, default=100, help="samples of a channel in a record")
-    parser.add_argument("--partitions", type=int, default=2)
-    parser.add_argument("--repeat", type=int, default=2)
-    parser.add_argument("--viewers", default="1,100", help="in all, of all sessions")
-    parser.add_argument("--sessions", default="1,4", help="at the same time, each in a stream of its own")
-    parser.add_argument("--one", type=float, default=0.2, help="the share of viewers of one channel in a mixed run")
-    parser.add_argument("--rate", type=float, default=1.0, help="MB/s of all sessions together")
-    parser.add_argument("--seconds", type=float, default=12, help="of viewing")
-    parser.add_argument("--only", default="", help="run these jobs alone, with commas between: " + ", ".join(TITLES))
-    options = parser.parse_args()
-    jobs = set(options.only.split(",")) - {""} or set(TITLES)
-    if unknown := jobs - set(TITLES):
-        raise SystemExit(f"no such job: {', '.join(sorted(unknown))}; there are {', '.join(TITLES)}")
-    rows: list[Row] = []
-    if "write" in jobs:
-        with servers() as (kafka, store, folder):
-            bench = Bench(options, kafka, store, folder)
-            bench.write()
-            bench.spark.stop()
-            rows += bench.rows
-    if "viewers" in jobs:
-        rows += watch(options)
-    for job, title in TITLES.items():
-        report([row for row in rows if row["job"] == job], title)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    quick = {"numbers": 100_000, "base64": 100_000, "viewers": "1,5", "sessions": "1", "one": 0, "seconds": 1}
+    sys.exit(main("sessions", __doc__, options, quick, run))

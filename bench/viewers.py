@@ -2,8 +2,8 @@
 
 Four processes: Valkey, the service, a writer (this file, run with ``write``) that puts the time into each write, and
 the viewers (``bench/rta_viewers.py``). Lag is from the moment that the writer stamped into the burst to the moment at
-which a viewer has the whole frame. `missing` are stamped bursts that did not arrive. CPU is the share of one core.
-What the service grows by (`grew`) has the newest bursts in it, which all viewers share; `KiB/viewer` is what it grew by
+which a viewer has the whole frame. Lost are stamped bursts that did not arrive. CPU is the share of one core.
+What the service grows by has the newest bursts in it, which all viewers share; `KiB each` is what it grew by
 more than with the viewers of the first run, for each viewer more.
 """
 
@@ -11,25 +11,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
-import httpx
 import numpy as np
 import psutil
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.meter import cpu_seconds, percentile
-from tailrace.embedded.process import free_port
-from tailrace.embedded.valkey import EmbeddedValkey
+from bench.servers import service, valkey
 from tailrace.views.sessions.writer import SessionWriter
 
 Row: TypeAlias = dict[str, Any]
@@ -39,38 +35,32 @@ EVERY_S = 0.1
 CHANNELS = 10
 
 
-def watch(options: argparse.Namespace) -> list[Row]:
-    """Let so many viewers watch so many sessions; return what was measured."""
-    rows: list[Row] = []
+def watch(options: argparse.Namespace) -> Iterator[tuple[str, Row]]:
+    """Let so many viewers watch so many sessions; yield what was measured."""
     sizes = [int(each) for each in options.viewers.split(",")]
     plans = [(viewers, 1, 0) for viewers in sizes]
     plans += [(max(sizes), int(each), 0) for each in options.sessions.split(",") if each != "1"]
     plans += [(max(sizes), 1, round(max(sizes) * options.one))] if options.one else []
+    first: Row = {}
     for viewers, sessions, one in plans:
-        row = _round(viewers, sessions, one, options.rate, options.seconds)
-        if rows and viewers > rows[0]["viewers"]:
-            more = row["grew MiB"] - rows[0]["grew MiB"]
-            row["KiB/viewer"] = round(1024 * more / (viewers - rows[0]["viewers"]))
-        print(json.dumps(row), file=sys.stderr, flush=True)
-        rows.append(row)
-    return rows
-
-
-def _round(viewers: int, sessions: int, one: int, rate: float, seconds: float) -> Row:
-    with tempfile.TemporaryDirectory(prefix="tailrace-bench-") as folder:
-        store = EmbeddedValkey(Path(folder) / "valkey")
-        store.start(30)
-        try:
-            with _service(store.url, Path(folder)) as (port, service):
-                return _watched(store.url, port, service, viewers, sessions, one, rate, seconds)
-        finally:
-            store.stop()
+        with (
+            valkey() as (store, folder),
+            service(store.url, folder, **{"sessions.topics": ["telemetry"]}) as (port, pid),
+        ):
+            row = _watched(store.url, port, psutil.Process(pid), viewers, sessions, one, options.rate, options.seconds)
+        grew = row.pop("grew")
+        first = first or {"grew": grew, "viewers": viewers}
+        if viewers > first["viewers"]:
+            row["KiB each"] = round(1024 * (grew - first["grew"]) / (viewers - first["viewers"]))
+        case = f"{viewers} viewer{'s' if viewers > 1 else ''}"
+        case += f" of {sessions} sessions" if sessions > 1 else ""
+        yield case + (f", {one} of one channel" if one else ""), row
 
 
 def _watched(
     url: str,
     port: int,
-    service: psutil.Process,
+    served_by: psutil.Process,
     viewers: int,
     sessions: int,
     one: int,
@@ -84,72 +74,37 @@ def _watched(
     first = _started("rta_viewers.py", str(port), names[0], "1", "0")
     _line(first)
     _ended(first)
-    before = service.memory_info().rss
+    before = served_by.memory_info().rss
     watching = _started("rta_viewers.py", str(port), ",".join(names), str(viewers), str(one))
     _line(watching)
-    used, began = cpu_seconds([service.pid]), time.perf_counter()
+    used, began = cpu_seconds([served_by.pid]), time.perf_counter()
     assert writing.stdin is not None
     writing.stdin.write("go\n")
     writing.stdin.flush()
     written = _line(writing)
     time.sleep(1)
     spent = time.perf_counter() - began
-    used, grown = cpu_seconds([service.pid]) - used, service.memory_info().rss - before
+    used, grown = cpu_seconds([served_by.pid]) - used, served_by.memory_info().rss - before
     found = _ended(watching)
     writing.wait()
     wanted = sum(written["markers"][names[number % sessions]] for number in range(viewers))
     lags = found["all"]["lags"] + found["one"]["lags"]
     if not lags:
         raise SystemExit(f"no viewer got anything: {found}")
-    row: Row = {
-        "job": "viewers",
-        "viewers": viewers,
-        "sessions": sessions,
-        "of one channel": one,
+    return {
         "MB/s in": round(written["bytes"] / written["seconds"] / 1e6, 2),
         "MB/s out": round((found["all"]["bytes"] + found["one"]["bytes"]) / spent / 1e6, 1),
         "lag p50 ms": round(percentile(lags, 0.50), 1),
         "lag p99 ms": round(percentile(lags, 0.99), 1),
-        "lag max ms": round(max(lags), 1),
-        "missing": wanted - len(lags),
+        "service, cores": round(used / spent, 2),
+        "clients, cores": round(found["cpu"] / spent, 2),
+        "grew": grown / 2**20,
         "closed": found["all"]["closed"] + found["one"]["closed"],
-        "grew MiB": round(grown / 2**20, 1),
-        "service CPU": round(used / spent, 2),
-        "clients CPU": round(found["cpu"] / spent, 2),
+        "checked": wanted,
+        "lost": max(0, wanted - len(lags)),
+        "repeated": max(0, len(lags) - wanted),
+        "disordered": 0,
     }
-    return row
-
-
-@contextmanager
-def _service(url: str, folder: Path) -> Iterator[tuple[int, psutil.Process]]:
-    """Start a service that has no Kafka, and wait until it answers."""
-    port = free_port()
-    given = {
-        "TAILRACE_CONFIG": os.devnull,
-        "TAILRACE_VALKEY__URL": url,
-        "TAILRACE_KAFKA__BOOTSTRAP": f"127.0.0.1:{free_port()}",
-        "TAILRACE_SESSIONS__TOPICS": '["telemetry"]',
-    }
-    command = [sys.executable, "-m", "tailrace", "serve", "--port", str(port)]
-    with (folder / "service.log").open("wb") as log:
-        process = subprocess.Popen(command, env=os.environ | given, cwd=folder, stdout=log, stderr=log)
-    try:
-        deadline = time.monotonic() + 60
-        while not _answers(port):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit((folder / "service.log").read_text()[-3000:])
-            time.sleep(0.1)
-        yield port, psutil.Process(process.pid)
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def _answers(port: int) -> bool:
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}/healthz", timeout=1, trust_env=False).is_success
-    except httpx.TransportError:
-        return False
 
 
 def _started(file: str, *given: str) -> subprocess.Popen[str]:

@@ -1,6 +1,6 @@
-"""Others that fold: each is a program that reads a topic once, writes folds to another, and prints one line of figures.
+"""Others that do the same work: each is a program that reads a topic once, and prints one line of figures.
 
-They run in an environment of their own (``requirements/peers.txt``), except the seed's algorithm, which needs nothing
-new, and ours. What is the same for all: accounts are the keys of the records, and the time of an event is its Kafka
+Those that are no packages of ours run in an environment of their own (``requirements/peers.txt``). Each file says what
+its peer cannot do. For those that fold: accounts are the keys of the records, and the time of an event is its Kafka
 timestamp. Each peer is one process.
 """

@@ -1,17 +1,26 @@
-"""Task and answer of a peer. Uses nothing but Python, so that it runs in any environment."""
+"""Task and answer of a peer, and how it is run. Uses nothing but Python, so that it works in any environment."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
+import subprocess
 import time
-from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from bench.meter import Meter
+
+ROOT = Path(__file__).parent.parent.parent
+PEERS = ROOT / ".venv-peers" / "bin" / "python"
+"""The environment of those that are no packages of ours."""
 
 
-@dataclass(frozen=True)
-class Task:
-    """One run: every event of a topic becomes part of a fold, and the folds go to another topic."""
+class Task(NamedTuple):
+    """One run: every event of a topic is read once, and what is made of it goes to another topic, or to a store."""
 
     bootstrap: str
     topic: str
@@ -27,7 +36,7 @@ class Task:
 
     def arguments(self) -> list[str]:
         """Return what ``given`` reads."""
-        return [f"--{name.replace('_', '-')}={value}" for name, value in vars(self).items()]
+        return [f"--{name.replace('_', '-')}={value}" for name, value in self._asdict().items()]
 
 
 def given() -> Task:
@@ -40,6 +49,29 @@ def given() -> Task:
     return Task(**vars(parser.parse_args()))
 
 
+def run_peer(meter: Meter, python: str | Path, module: str, task: Task) -> dict[str, Any]:
+    """Run a peer to its end; return its figures. What it took to load its libraries does not count."""
+    bare = {
+        name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME")
+    }
+    command = [str(python), "-m", f"bench.peers.{module}", *task.arguments()]
+    return run_command(meter, command, bare, task.events)
+
+
+def run_command(meter: Meter, command: list[str], environment: dict[str, str], events: int) -> dict[str, Any]:
+    """Run a program that prints its figures as the last line."""
+    with meter:
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode or not done.stdout:
+        raise SystemExit(f"{command[:3]} ended with {done.returncode}: {done.stderr[-2000:]}")
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if answer["events"] < events:
+        raise SystemExit(f"{command[:3]} read {answer['events']:,} events of {events:,}: {done.stderr[-2000:]}")
+    meter.seconds = answer["seconds"]
+    meter.cpu -= answer["before"]
+    return answer
+
+
 class Watch:
     """Counts events and folds. Time runs from the first event to the last one or the last fold, whichever is later; CPU
     time from the moment it is made, so that importing a library costs nothing."""
@@ -49,11 +81,14 @@ class Watch:
         self._cpu = _cpu_seconds()
         self._first = self._last = 0.0
 
+    def begin(self) -> None:
+        """Note that this is the first moment, before the first event."""
+        self._first = time.perf_counter()
+
     def event(self) -> None:
         """Note an event."""
         self._last = time.perf_counter()
-        if not self.events:
-            self._first = self._last
+        self._first = self._first or self._last
         self.events += 1
 
     def fold(self) -> None:
@@ -63,8 +98,7 @@ class Watch:
 
     def batch(self, events: int, folds: int) -> None:
         """Note many at once, for those whose loop is their own."""
-        if not self.events:
-            self._first = time.perf_counter()
+        self._first = self._first or time.perf_counter()
         self.events += events
         self.folds += folds
 
@@ -72,13 +106,14 @@ class Watch:
         """Note that this is the last moment, whatever came last."""
         self._last = time.perf_counter()
 
-    def tell(self) -> None:
+    def tell(self, **more: float) -> None:
         """Print the figures."""
-        figures = {
+        figures: dict[str, float] = {
             "events": self.events,
             "folds": self.folds,
             "seconds": self._last - self._first,
-            "cpu": _cpu_seconds() - self._cpu,
+            "before": self._cpu,
+            **more,
         }
         print(json.dumps(figures), flush=True)
 

@@ -1,28 +1,30 @@
-"""Folding with Tailrace: the pipeline as it is run, with its view of folds alone.
+"""The pipeline as it is run, with its view of folds alone.
 
-A rule has what the others lack: a longest wait, a largest count and size, and the inputs of each fold, which is given
-out exactly once.
+A rule has what others lack: a longest wait, a largest count and size, and the inputs of each fold, which is given out
+exactly once.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from confluent_kafka import Consumer, TopicPartition
 
-from bench.meter import cpu_seconds
+from bench.jobs import Check, Outcome
+from bench.lane import given
+from bench.meter import Meter
 from bench.peers.posts import QUIET_MS
-from tailrace.config.settings import load
+from bench.servers import environment
 from tailrace.driver.job import Driver
 from tailrace.valkey.marks import read_counts
 from tailrace.valkey.shards import Shards, StoreOptions
@@ -59,20 +61,12 @@ class Installation:
                 for name, (topic, quiet_ms) in rules.items()
             },
         }
-        self.settings = load(Path(os.devnull), self.flags)
+        self.settings = given(self.flags)
         self.shards = Shards(StoreOptions.of(self.settings.valkey))
 
     def output(self, rule: str) -> str:
         """Return the topic of a rule's folds."""
         return f"{self.name}.{rule}"
-
-    def environment(self) -> dict[str, str]:
-        """Return the settings as variables, for a process of its own."""
-        written = {
-            f"TAILRACE_{path.replace('.', '__').upper()}": value if isinstance(value, str) else json.dumps(value)
-            for path, value in self.flags.items()
-        }
-        return os.environ | {"TAILRACE_CONFIG": os.devnull, "PYTHONUNBUFFERED": "1"} | written
 
     def folded(self, rule: str) -> int:
         """Return how many events the rule has taken."""
@@ -88,26 +82,35 @@ class Installation:
         return sum(map(int, self.shards.run_all(commands)))
 
 
-def fold(spark: Any, bootstrap: str, url: str, topic: str, events: int, pids: Sequence[int]) -> dict[str, Any]:
-    """Fold a whole topic. Time runs from the start of the driver until the last fold is in Kafka; CPU time, of the
-    processes given, from before that."""
+def fold(meter: Meter, spark: Any, bootstrap: str, url: str, topic: str, events: int) -> Outcome:
+    """Fold a whole topic, from the moment that the driver has begun until the last fold is in Kafka."""
     installation = Installation(bootstrap, url, {"posts": (topic, QUIET_MS)})
-    stopping, before = threading.Event(), cpu_seconds(pids)
+    stopping = threading.Event()
     job = threading.Thread(target=Driver(installation.settings, spark, VIEWS).run, args=(stopping,), daemon=True)
-    job.start()
-    try:
-        _wait("a start", lambda: _prepared(installation), job)
-        began = time.time()
-        _wait("all posts folded", lambda: installation.folded("posts") >= events, job)
-        _wait("all folds published", lambda: not installation.pending(), job)
-        ended, cpu = time.time(), cpu_seconds(pids) - before
-    finally:
-        stopping.set()
-        job.join(60)
-    inputs = [record["count"] for record in records(bootstrap, installation.output("posts"))]
-    if sum(inputs) != events:
-        raise SystemExit(f"ours: {sum(inputs):,} events are in folds, of {events:,}")
-    return {"seconds": ended - began, "cpu": cpu, "folds": len(inputs)}
+    with meter:
+        job.start()
+        try:
+            _wait("a start", lambda: _prepared(installation), job)
+            began = time.perf_counter()
+            _wait("all posts folded", lambda: installation.folded("posts") >= events, job)
+            _wait("all folds published", lambda: not installation.pending(), job)
+            seconds = time.perf_counter() - began
+        finally:
+            stopping.set()
+            job.join(60)
+    meter.seconds = seconds
+    folds = records(bootstrap, installation.output("posts"))
+
+    def check() -> Check:
+        """Compare the inputs that folds name with the records that there are."""
+        seen: Counter[tuple[int, int]] = Counter()
+        for record in folds:
+            for source in record["inputs"]:
+                for first, last in source["offsets"]:
+                    seen.update((source["partition"], offset) for offset in range(first, last + 1))
+        return Check(events, events - len(seen), seen.total() - len(seen))
+
+    return Outcome(events, check, {"folds": len(folds)})
 
 
 def emitted_folds(url: str, prefix: str, rule: str, events: int) -> int:
@@ -167,7 +170,7 @@ class Pipeline:
         with log.open("wb") as out:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tailrace", "run"],
-                env=installation.environment(),
+                env=environment(installation.flags),
                 cwd=log.parent,
                 stdout=out,
                 stderr=subprocess.STDOUT,

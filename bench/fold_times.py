@@ -6,7 +6,7 @@ import json
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ from typing import Any
 from confluent_kafka import Producer, TopicPartition
 
 from bench.meter import cpu_seconds, percentile
-from bench.peers.ours import Installation, Pipeline, reader
 from bench.peers.posts import QUIET_MS, RATE, post, posts
+from bench.pipeline import Installation, Pipeline, reader
 
-WARM_S = 20.0
+WARM_S = 15.0
 """A JVM compiles what it runs often: folds that are due so soon say nothing about the rest of the day."""
 HOUR_MS = 3_600_000
 
@@ -83,9 +83,7 @@ def late(pipeline: Pipeline, installation: Installation, topic: str, seconds: fl
     heard = [(kafka, at_reader) for due, kafka, at_reader in ear.heard if due >= began + WARM_S]
     in_kafka, received = [[1000 * one[i] for one in heard] for i in (0, 1)]
     return {
-        "job": "late",
-        "events/s": RATE,
-        "folds": f"{len(heard):,}",
+        "folds": len(heard),
         **_spread("in Kafka", in_kafka),
         **_spread("received", received),
     }
@@ -100,12 +98,12 @@ def _spread(what: str, values: Sequence[float]) -> dict[str, Any]:
     return {f"{what} p{share} ms": round(percentile(values, share / 100)) for share in (50, 99)}
 
 
-def idle(pids: Sequence[int], seconds: float, job: str) -> dict[str, Any]:
+def idle(pids: Sequence[int], seconds: float) -> dict[str, Any]:
     """Return what processes cost while nothing comes."""
     time.sleep(10)
     before = cpu_seconds(pids)
     time.sleep(seconds)
-    return {"job": job, "of a core": f"{(cpu_seconds(pids) - before) / seconds:.1%}"}
+    return {"% of a core": round(100 * (cpu_seconds(pids) - before) / seconds, 1)}
 
 
 def hold(pipeline: Pipeline, installation: Installation, topic: str, groups: int) -> None:
@@ -122,14 +120,13 @@ def hold(pipeline: Pipeline, installation: Installation, topic: str, groups: int
 
 def alive(
     bootstrap: str, url: str, folder: Path, servers: Sequence[int], topics: tuple[str, str], options: Any
-) -> list[dict[str, Any]]:
-    """Run the pipeline on two empty topics; return how late it is, and what it costs idle."""
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Run the pipeline on two empty topics; yield how late it is, and what it costs idle."""
     live, pending = topics
     installation = Installation(bootstrap, url, {"live": (live, QUIET_MS), "pending": (pending, HOUR_MS)})
     with Pipeline(installation, folder / "pipeline.log") as pipeline:
         pids = [pipeline.pid, *servers]
-        rows = [late(pipeline, installation, live, options.seconds, options)]
-        rows.append(idle(pids, options.idle, "idle, nothing open"))
+        yield f"{RATE:,} posts/s", late(pipeline, installation, live, options.seconds, options)
+        yield "idle, nothing open", idle(pids, options.idle)
         hold(pipeline, installation, pending, options.pending)
-        rows.append(idle(pids, options.idle, f"idle, {options.pending:,} open"))
-    return rows
+        yield f"idle, {options.pending:,} open", idle(pids, options.idle)
