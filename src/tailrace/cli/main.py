@@ -139,20 +139,9 @@ def put(
         print(f"{writer.written:,} events written to {topic} in {seconds:.1f} s", file=sys.stderr)
 
 
-FIGURES = [
-    "rate",
-    "lag",
-    "take_ms",
-    "busy",
-    "in",
-    "stored",
-    "skipped",
-    "dead",
-    "expired",
-    "unaccounted",
-    "outbox",
-    "restarts",
-]
+FIGURES = (
+    "rate", "lag", "take_ms", "busy", "in", "stored", "skipped", "dead", "expired", "unaccounted", "outbox", "restarts",
+)  # fmt: skip
 """Fields of a view's report that ``status`` shows."""
 
 
