@@ -10,7 +10,6 @@ import gc
 from contextlib import suppress
 from importlib import import_module
 
-import pyarrow as pa
 import pyspark.worker  # noqa: F401
 from pyspark.daemon import manager
 
@@ -21,7 +20,6 @@ if __name__ == "__main__":
         for module in ("write", "driver"):
             with suppress(ModuleNotFoundError):
                 import_module(f"{type(view).__module__}.{module}")
-    pa.array([b""])  # the first one loads pandas
     gc.collect()
     gc.freeze()
     manager()

@@ -111,7 +111,7 @@ def _change_windows(posts: Posts, pipeline: PipelineProcess) -> Sequence[Publish
     posts.flush()
     wait_for("the first post", posts.taken)
     time.sleep(1.5)
-    before = posts.published()
+    before, epoch = posts.published(), posts.installation.status()["epoch"]
     shards.run_all([(0, ("HSET", shards.keys.wanted(), posts.name, '{"quiet": "500ms"}'))])
     after = posts.wait_published()
     assert pipeline.exit_code is None
@@ -120,6 +120,7 @@ def _change_windows(posts: Posts, pipeline: PipelineProcess) -> Sequence[Publish
     posts.send("account_2")
     posts.flush()
     wait_for("the second post", lambda: posts.taken() == 2)
+    assert posts.installation.status()["epoch"] == epoch, "there was another start"
     return before, after
 
 
