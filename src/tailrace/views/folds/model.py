@@ -41,7 +41,7 @@ from zlib import crc32
 
 import msgspec
 
-from tailrace.log.event import Partition, event_id, iso_time, join_name, shard_of
+from tailrace.log.event import iso_time, join_name, shard_of
 from tailrace.query import Record, ValueFilter
 from tailrace.query.value import CACHE_SIZE, FieldPath, canonical, field_reader, follow
 from tailrace.views.folds.collect import COLLECTORS, Collect, Position
@@ -64,6 +64,7 @@ STREAM = "folds"
 """First element of the key of every folded event; the second is the rule."""
 
 _encode = msgspec.json.Encoder().encode
+_decode_parts = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder().decode
 _new = tuple.__new__
@@ -522,8 +523,7 @@ class Rule(msgspec.Struct, frozen=True, dict=True):
     def group_json(self, group: bytes) -> bytes:
         """Return a group as a JSON object of paths and values."""
         names = (".".join(path) for path in self.group)
-        parts = msgspec.json.decode(group, type=list[msgspec.Raw])
-        return msgspec.json.encode(dict(zip(names, parts, strict=True)))
+        return _encode(dict(zip(names, _decode_parts(group), strict=True)))
 
 
 class RuleInput(NamedTuple):
@@ -622,15 +622,16 @@ def fold_record(rule: Rule, group: bytes, finished: ClosedFold, emitted_ms: int)
     """Return the record of a closed fold; ``emitted_ms`` is the watermark."""
     clump = finished.clump
     first_ms, label, offset = clump.head
-    id_ = f"{rule.name}:{event_id(Partition.parse(label), offset)}"
+    id_ = f"{rule.name}:{label}:{offset}"
     values = {
         collect.name: msgspec.Raw(COLLECTORS[collect.kind].result(state))
         for collect, state in zip(rule.collect, clump.states, strict=True)
     }
     inputs: list[dict[str, Any]] = []
     for name, ranges in sorted(clump.inputs.items()):
-        partition = Partition.parse(name)
-        inputs.append({"topic": partition.label, "partition": partition.partition, "offsets": ranges})
+        topic, _, partition = name.rpartition(":")
+        inputs.append({"topic": topic, "partition": int(partition), "offsets": ranges})
+    shown = _encode(inputs)
     event: dict[str, Any] = {
         "id": id_,
         "rule": rule.name,
@@ -642,7 +643,6 @@ def fold_record(rule: Rule, group: bytes, finished: ClosedFold, emitted_ms: int)
         "reason": finished.reason,
         "due": iso_time(finished.due),
         "emitted": iso_time(emitted_ms),
-        "inputs": inputs,
+        "inputs": msgspec.Raw(shown),
     }
-    digest = crc32(_encode(inputs))
-    return Message(f"{id_}#{digest:08x}", rule.output, _encode([STREAM, rule.name]), _encode(event))
+    return Message(f"{id_}#{crc32(shown):08x}", rule.output, _encode([STREAM, rule.name]), _encode(event))
