@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final, TypeAlias, TypedDict
@@ -391,21 +391,32 @@ def document_reader(fields: frozenset[str] | None) -> Callable[[bytes], Any]:
     return read
 
 
-def field_reader(names: Sequence[str]) -> Callable[[bytes], Sequence[bytes | None]]:
-    """Return a function that returns these top-level fields of a value, undecoded; None for those that it lacks."""
+def field_reader(names: Sequence[str], objects: Collection[str] = ()) -> Callable[[bytes], Sequence[Any]]:
+    """Return a function that returns these top-level fields of a value, undecoded; None for those that it lacks.
+
+    Of a field in ``objects`` that is an object, it may return the members, undecoded.
+    """
     if any(map(_UNSUPPORTED_NAME.search, names)):
         return lambda value: [follow(value, (name,)) for name in names]
-    attributes = [(f"f{i}", msgspec.Raw, msgspec.Raw()) for i in range(len(names))]
     renamed = {f"f{i}": name for i, name in enumerate(names)}
-    decode = msgspec.json.Decoder(msgspec.defstruct("Fields", attributes, rename=renamed)).decode
+
+    def decoder(objects: Collection[str]) -> Callable[[bytes], Any]:
+        kinds = [dict[str, msgspec.Raw] if name in objects else msgspec.Raw for name in names]
+        attributes = [(f"f{i}", kind, None) for i, kind in enumerate(kinds)]
+        return msgspec.json.Decoder(msgspec.defstruct("Fields", attributes, rename=renamed)).decode
+
+    decode, decode_plain, astuple = decoder(objects), decoder(()), msgspec.structs.astuple
     nothing: tuple[None, ...] = (None,) * len(names)
 
-    def read(value: bytes) -> Sequence[bytes | None]:
+    def read(value: bytes) -> Sequence[Any]:
         try:
-            found = decode(value)
+            return astuple(decode(value))
+        except ValueError:
+            pass
+        try:
+            return astuple(decode_plain(value))
         except ValueError:
             return nothing
-        return [bytes(raw) or None for raw in msgspec.structs.astuple(found)]
 
     return read
 
@@ -414,14 +425,13 @@ def split_path(path: str) -> FieldPath:
     return tuple(path.split("."))
 
 
-def follow(raw: bytes | None, path: Sequence[str]) -> bytes | None:
+def follow(raw: msgspec.Raw | bytes | None, path: Sequence[str]) -> bytes | None:
     """Return the value at a path inside a value, undecoded; None if there is none."""
     for step in path:
         if raw is None:
             return None
-        found = members(raw).get(step)
-        raw = None if found is None else bytes(found)
-    return raw
+        raw = members(raw).get(step)
+    return None if raw is None else bytes(raw)
 
 
 def members(raw: msgspec.Raw | bytes) -> dict[str, msgspec.Raw]:

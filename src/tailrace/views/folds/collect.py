@@ -35,8 +35,11 @@ class Collector:
     kind: ClassVar[str]
 
     @abstractmethod
-    def extract(self, found: bytes | None, value: bytes) -> Any:
-        """Return what to add of an event with this ``value`` that has ``found`` at the path; None for nothing."""
+    def extract(self, found: Any, value: bytes) -> Any:
+        """Return what to add of an event with this ``value`` that has ``found`` at the path; None for nothing.
+
+        What is found is undecoded; of an object it may be the members.
+        """
 
     @abstractmethod
     def weigh(self, extract: Any) -> int:
@@ -49,6 +52,10 @@ class Collector:
     @abstractmethod
     def add(self, state: Any, extract: Any, position: Position) -> int:
         """Add an extract to a state; return by how many bytes it grew."""
+
+    def append(self, state: Any, extract: Any, position: Position) -> int:
+        """Do the same as ``add`` for an event that comes after all others of the fold."""
+        return self.add(state, extract, position)
 
     @abstractmethod
     def merge(self, state: Any, other: Any) -> int:
@@ -72,8 +79,8 @@ class Set(Collector):
 
     kind = "set"
 
-    def extract(self, found: bytes | None, value: bytes) -> Any:
-        return None if found is None else (canonical(found),)
+    def extract(self, found: Any, value: bytes) -> Any:
+        return None if found is None else (canonical(bytes(found)),)
 
     def weigh(self, extract: Any) -> int:
         return sum(map(self._length, extract)) + POSITION_BYTES * len(extract)
@@ -90,6 +97,14 @@ class Set(Collector):
                 grown += self._length(member) + POSITION_BYTES
             elif first[0] >= position[0] and (*position, i) < first:
                 state[member] = (*position, i)
+        return grown
+
+    def append(self, state: Any, extract: Any, position: Position) -> int:
+        grown = 0
+        for member in extract:
+            if member not in state:
+                state[member] = (*position, extract.index(member))
+                grown += self._length(member) + POSITION_BYTES
         return grown
 
     def merge(self, state: Any, other: Any) -> int:
@@ -123,8 +138,8 @@ class ObjectKeys(Set):
 
     kind = "keys"
 
-    def extract(self, found: bytes | None, value: bytes) -> Any:
-        return None if found is None else tuple(members(found)) or None
+    def extract(self, found: Any, value: bytes) -> Any:
+        return None if found is None else tuple(found if found.__class__ is dict else members(found)) or None
 
     def _json(self, member: Any) -> bytes:
         return _encode(member)
@@ -138,7 +153,7 @@ class Items(Set):
 
     kind = "items"
 
-    def extract(self, found: bytes | None, value: bytes) -> Any:
+    def extract(self, found: Any, value: bytes) -> Any:
         return None if found is None else tuple(canonical(bytes(item)) for item in items(found)) or None
 
 
@@ -153,8 +168,8 @@ class First(Collector):
     def _rank(self, extract: bytes, position: Position) -> Any:
         return position
 
-    def extract(self, found: bytes | None, value: bytes) -> Any:
-        return found
+    def extract(self, found: Any, value: bytes) -> Any:
+        return None if found is None else bytes(found)
 
     def weigh(self, extract: Any) -> int:
         return len(extract) + self._rank_bytes
@@ -200,10 +215,9 @@ class Min(First):
         number = parse_number(extract)
         return (0, number, extract) if number is not None else (1, msgspec.json.decode(extract), extract)
 
-    def extract(self, found: bytes | None, value: bytes) -> Any:
-        if found is None or (parse_number(found) is None and found[:1] != b'"'):
-            return None
-        return found
+    def extract(self, found: Any, value: bytes) -> Any:
+        text = b"" if found is None else bytes(found)
+        return text if parse_number(text) is not None or text[:1] == b'"' else None
 
     def dump(self, state: Any, numbers: Mapping[str, int]) -> Any:
         return state[1:]
@@ -224,7 +238,7 @@ class Count(Collector):
 
     kind = "count"
 
-    def extract(self, found: bytes | None, value: bytes) -> Any:
+    def extract(self, found: Any, value: bytes) -> Any:
         return None if found is None else 1
 
     def weigh(self, extract: Any) -> int:
@@ -253,8 +267,8 @@ class Sum(Count):
 
     kind = "sum"
 
-    def extract(self, found: bytes | None, value: bytes) -> Any:
-        number = None if found is None else parse_number(found)
+    def extract(self, found: Any, value: bytes) -> Any:
+        number = None if found is None else parse_number(bytes(found))
         # As text if msgpack has no integer of that size.
         return str(number) if isinstance(number, int) and number.bit_length() > 63 else number
 
@@ -295,7 +309,7 @@ class Events(Collector):
 
     kind = "events"
 
-    def extract(self, found: bytes | None, value: bytes) -> Any:
+    def extract(self, found: Any, value: bytes) -> Any:
         return value
 
     def weigh(self, extract: Any) -> int:

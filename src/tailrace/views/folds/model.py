@@ -34,14 +34,14 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, islice
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeAlias
 from zlib import crc32
 
 import msgspec
 
-from tailrace.log.event import Partition, event_id, iso_time, join_name, shard_of
+from tailrace.log.event import iso_time, join_name, shard_of
 from tailrace.query import Record, ValueFilter
 from tailrace.query.value import CACHE_SIZE, FieldPath, canonical, field_reader, follow
 from tailrace.views.folds.collect import COLLECTORS, Collect, Position
@@ -64,6 +64,7 @@ STREAM = "folds"
 """First element of the key of every folded event; the second is the rule."""
 
 _encode = msgspec.json.Encoder().encode
+_decode_parts = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder().decode
 _new = tuple.__new__
@@ -140,70 +141,107 @@ class Folding:
     def __init__(self, collect: Sequence[Collect], windows: Windows) -> None:
         self._collectors = [COLLECTORS[c.kind] for c in collect]
         self._adds = [collector.add for collector in self._collectors]
+        self._appends = [collector.append for collector in self._collectors]
         self.windows = windows
         self._quiet, self._max_wait = windows.quiet_ms, windows.max_wait_ms
 
-    def absorb(self, clumps: list[Clump], inputs: Iterable[Input], watermark: Time) -> list[ClosedFold]:
+    def absorb(self, clumps: list[Clump], inputs: Sequence[Input], watermark: Time) -> list[ClosedFold]:
         """Add events to a group; return the folds that close."""
         finished = self.settle(clumps, watermark)
-        max_count, max_bytes, quiet = self.windows.max_count, self.windows.max_bytes, self._quiet
+        max_count, max_bytes = self.windows.max_count, self.windows.max_bytes
         reach = watermark + self._max_wait
-        # Most events belong to the last clump: while current is set, an event from low up to high belongs to it.
-        current: Clump | None = None
-        low = high = cap = reach
-        most = max_count
-        for arrived, partition, offset, size, extracts in inputs:
-            time = arrived if arrived >= watermark else watermark
-            if current is not None and low <= time < high and current.size + size <= max_bytes and current.count < most:
-                self._add(current, arrived, partition, offset, extracts, time)
-                if current.count >= max_count or current.size >= max_bytes:
+        i = 0
+        while i < len(inputs):
+            # Most events belong to the last clump.
+            at = len(clumps) - 1
+            began, i = i, self._extend(clumps, at, inputs, i, watermark, watermark) if clumps else i
+            if i > began:
+                if clumps[at].count >= max_count or clumps[at].size >= max_bytes:
                     finished.append(self._full(clumps.pop()))
-                    current = None
-                elif time == current.last:
-                    high = min(time + quiet, cap)
                 continue
-            if time >= reach and size < max_bytes and max_count > 1 and (not clumps or clumps[-1].last <= time):
-                # The watermark is far behind it: the event is a clump of its own for now.
-                clumps.append(Clump(time, time, (arrived, partition, offset), arrived, 1, size, {}, [], extracts))
-                current = None
-                continue
-            at, cut = self._place(clumps, time, watermark)
+            arrived, partition, offset, size, extracts = inputs[i]
+            i += 1
+            time = arrived if arrived >= watermark else watermark
             clump: Clump | None = None
-            if at >= 0:
-                clump = clumps[at]
-                if clump.size + size > max_bytes and self._exact(clump) + self.weigh(extracts) > max_bytes:
-                    finished.append(self._finish(clumps.pop(at), int(max(time, clump.last)), "max_bytes"))
-                    clump, at = None, at - 1
+            if time < reach or size >= max_bytes or max_count == 1 or (clumps and clumps[-1].last > time):
+                at = self._place(clumps, time, watermark)
+                if at >= 0:
+                    clump = clumps[at]
+                    if clump.size + size > max_bytes and self._exact(clump) + self.weigh(extracts) > max_bytes:
+                        finished.append(self._finish(clumps.pop(at), int(max(time, clump.last)), "max_bytes"))
+                        clump = None
+            # An event that the watermark is far behind is a clump of its own for now.
             if clump is None:
                 at = bisect_right(clumps, time, key=_opened)
                 clump = Clump(time, time, (arrived, partition, offset), arrived, 1, size, {}, [], extracts)
                 clumps.insert(at, clump)
             else:
                 self._add(clump, arrived, partition, offset, extracts, time)
-            current = None
             if clump.count >= max_count or (clump.size >= max_bytes and self._exact(clump) >= max_bytes):
                 finished.append(self._full(clumps.pop(at)))
             elif at + 1 < len(clumps):
                 self._close_up(clumps, at, watermark, finished)
-            elif clump.extracts is None:
-                current, low, most = clump, clump.opened, max_count - _count(clumps[:at])
-                cap = min(reach, cut) if low < cut else reach
-                high = min(clump.last + quiet, cap)
         return finished
 
-    def _place(self, clumps: list[Clump], time: Time, watermark: Time) -> tuple[int, Time]:
-        """Return the index of the clump that an event certainly belongs to, below 0 for none, and ``_cut``."""
+    def _extend(
+        self, clumps: Sequence[Clump], at: int, inputs: Sequence[Any], i: int, watermark: Time, earliest: Time
+    ) -> int:
+        """Add the inputs from ``i`` on that certainly belong to a clump; return the index of the first that may not.
+
+        None counts as one before the ``earliest`` time.
+        """
+        clump, max_bytes, quiet = clumps[at], self.windows.max_bytes, self._quiet
+        reach, cut = watermark + self._max_wait, self._cut(clumps, watermark)
+        low, until = clump.opened, min(reach, cut) if clump.opened < cut else reach
+        last, high = clump.last, min(clump.last + quiet, until)
+        if not low <= max(inputs[i][0], earliest) < high:
+            return i
+        self._gather(clump)
+        most = self.windows.max_count - (_count(clumps[:at]) if at else 0)
+        size, count, latest, states = clump.size, clump.count, clump.latest, clump.states
+        newest: Position = latest, _AFTER_ALL, 0
+        of, packed = "", list[int]()
+        while i < len(inputs):
+            arrived, partition, offset, bound, extracts = inputs[i]
+            time = arrived if arrived >= earliest else earliest
+            if not low <= time < high or size + bound > max_bytes or count >= most or size >= max_bytes:
+                break
+            position = arrived, partition, offset
+            if position > newest:
+                newest, puts = position, self._appends
+            else:
+                puts = self._adds
+                clump.head = min(clump.head, position)
+            for put, state, part in zip(puts, states, extracts):  # noqa: B905
+                if part is not None:
+                    size += put(state, part, position)
+            size += OFFSET_BYTES
+            count += 1
+            if time > last:
+                last = time
+                high = min(time + quiet, until)
+            if arrived > latest:
+                latest = arrived
+            if partition != of:
+                of, packed = partition, clump.packed.setdefault(partition, [offset, offset, 0])
+            add_offset(packed, offset)
+            i += 1
+        clump.size, clump.count, clump.last, clump.latest = size, count, last, latest
+        return i
+
+    def _place(self, clumps: list[Clump], time: Time, watermark: Time) -> int:
+        """Return the index of the clump that an event certainly belongs to, below 0 for none."""
         if not clumps:
-            return -1, math.inf
+            return -1
         reach, cut = watermark + self._max_wait, self._cut(clumps, watermark)
         at = len(clumps) - 1 if clumps[-1].opened <= time else bisect_right(clumps, time, key=_opened) - 1
         if at >= 0:
             left = clumps[at]
             near = time < reach and time < left.last + self._quiet and not left.opened < cut <= time
             if (near and self._fits(clumps, at)) or time < left.last:
-                return at, cut
+                return at
         after = time < reach and at + 1 < len(clumps) and self._join(time, time, clumps[at + 1], cut, reach)
-        return (at + 1 if after and self._fits(clumps, at + 1) else -1), cut
+        return at + 1 if after and self._fits(clumps, at + 1) else -1
 
     def weigh(self, extracts: Sequence[Any]) -> int:
         """Return the exact upper bound of the bytes that an event adds."""
@@ -270,6 +308,11 @@ class Folding:
             left, right = clumps[at], clumps[at + 1]
             if right.opened >= reach:
                 return
+            if (run := self._run(clumps, at, reach)) and (n := self._extend(clumps, at, run, 0, watermark, NEVER)):
+                del clumps[at + 1 : at + 1 + n]
+                if left.count >= self.windows.max_count or left.size >= self.windows.max_bytes:
+                    finished.append(self._full(clumps.pop(at)))
+                continue
             joined = self._join(left.opened, left.last, right, self._cut(clumps, watermark), reach)
             if not joined or not self._fits(clumps, at, right.count):
                 if only_first:
@@ -286,6 +329,18 @@ class Folding:
                 self._merge(left, clumps.pop(at + 1))
                 if left.count >= self.windows.max_count or left.size >= self.windows.max_bytes:
                     finished.append(self._full(clumps.pop(at)))
+
+    def _run(self, clumps: Sequence[Clump], at: int, reach: Time) -> list[Any]:
+        """Return the single events, as inputs, that follow a clump with less than ``quiet`` between them."""
+        run: list[Any] = []
+        last = clumps[at].last
+        for clump in islice(clumps, at + 1, None):
+            near = clump.opened < min(last + self._quiet, reach)
+            if clump.extracts is None or not near or clump.opened != clump.head[0]:
+                break
+            run.append((*clump.head, clump.size, clump.extracts))
+            last = max(last, clump.opened)
+        return run
 
     def _full(self, clump: Clump) -> ClosedFold:
         why = "max_count" if clump.count >= self.windows.max_count else "max_bytes"
@@ -395,6 +450,8 @@ class Folding:
 
 
 _opened = attrgetter("opened")
+_AFTER_ALL = "\U0010ffff"
+"""Comes after the name of every partition."""
 
 
 def _count(clumps: Iterable[Clump]) -> int:
@@ -466,8 +523,7 @@ class Rule(msgspec.Struct, frozen=True, dict=True):
     def group_json(self, group: bytes) -> bytes:
         """Return a group as a JSON object of paths and values."""
         names = (".".join(path) for path in self.group)
-        parts = msgspec.json.decode(group, type=list[msgspec.Raw])
-        return msgspec.json.encode(dict(zip(names, parts, strict=True)))
+        return _encode(dict(zip(names, _decode_parts(group), strict=True)))
 
 
 class RuleInput(NamedTuple):
@@ -488,12 +544,14 @@ class RuleReader:
         """True if the rule's query tests the record's metadata; if not, ``read`` needs no record."""
         paths = [*rule.group, *(collect.path for collect in rule.collect)]
         names = list(dict.fromkeys(path[0] for path in paths if path))
-        self._fields = field_reader(names)
-        self._group = [(names.index(path[0]), path[1:]) for path in rule.group]
-        self._plain = self._group[0][0] if len(self._group) == 1 and not self._group[0][1] else None
-        self._collect = [
-            (COLLECTORS[c.kind].extract, names.index(c.path[0]) if c.path else -1, c.path[1:]) for c in rule.collect
-        ]
+        others = [*rule.group, *(c.path for c in rule.collect if c.kind != "keys" or len(c.path) > 1)]
+        self._fields = field_reader(names, set(names) - {path[0] for path in others if path})
+        deeper = [path for path in paths if len(path) != 1]
+        self._deeper = [(names.index(path[0]) if path else -1, path[1:]) for path in deeper]
+        places = [*((name,) for name in names), *deeper]
+        self._group = [places.index(path) for path in rule.group]
+        self._alone = self._group[0] if len(self._group) == 1 else -1
+        self._collect = [(COLLECTORS[c.kind].extract, places.index(c.path)) for c in rule.collect]
         # An output gathers at most five times the length of an event: a member of a set has at least four characters,
         # and its position counts as sixteen.
         self._growth = 5 * len(rule.collect)
@@ -503,33 +561,30 @@ class RuleReader:
     def read(self, value: bytes, record: Record | None = None) -> RuleInput | str:
         """Return the input that the rule takes from an event, or the reason why it takes none."""
         try:
-            return self._read(value, record)
+            if self._where is not None and not self._where.matches(value, record):
+                return "filtered"
+            found = self._fields(value)
+            if self._deeper:
+                found = [*found, *[follow(found[i], rest) if i >= 0 else None for i, rest in self._deeper]]
+            alone = None if self._alone < 0 else found[self._alone]
+            key: object = self._parts(found) if alone is None else bytes(alone)
+            group = self._groups.get(key)
+            if group is None:
+                parts = self._parts(found)
+                group = self._canonical(parts)
+                if len(self._groups) >= CACHE_SIZE:
+                    self._groups.clear()
+                if sum(len(part) for part in parts if part) <= MAX_CACHED_GROUP:
+                    self._groups[key] = group
+            if group.__class__ is str:
+                return group
+            extracts = [extract(found[i], value) for extract, i in self._collect]
         except RecursionError:
             return "too-deep"
-
-    def _read(self, value: bytes, record: Record | None) -> RuleInput | str:
-        if self._where is not None and not self._where.matches(value, record):
-            return "filtered"
-        found = self._fields(value)
-        key = found[self._plain] if self._plain is not None else self._parts(found)
-        group = self._groups.get(key)
-        if group is None:
-            parts = self._parts(found)
-            group = self._canonical(parts)
-            if len(self._groups) >= CACHE_SIZE:
-                self._groups.clear()
-            if sum(len(part) for part in parts if part) <= MAX_CACHED_GROUP:
-                self._groups[key] = group
-        if isinstance(group, str):
-            return group
-        extracts: list[Any] = []
-        for extract, i, rest in self._collect:
-            raw = found[i] if i >= 0 else None
-            extracts.append(extract(follow(raw, rest) if rest else raw, value))
         return _new(RuleInput, (group, self._growth * len(value) + EVENT_BYTES, extracts))
 
-    def _parts(self, found: Sequence[bytes | None]) -> tuple[bytes | None, ...]:
-        return tuple([follow(found[i], rest) if rest else found[i] for i, rest in self._group])
+    def _parts(self, found: Sequence[Any]) -> tuple[bytes | None, ...]:
+        return tuple([None if found[i] is None else bytes(found[i]) for i in self._group])
 
     def _canonical(self, parts: tuple[bytes | None, ...]) -> bytes | str:
         if None in parts and not self._null:
@@ -567,15 +622,16 @@ def fold_record(rule: Rule, group: bytes, finished: ClosedFold, emitted_ms: int)
     """Return the record of a closed fold; ``emitted_ms`` is the watermark."""
     clump = finished.clump
     first_ms, label, offset = clump.head
-    id_ = f"{rule.name}:{event_id(Partition.parse(label), offset)}"
+    id_ = f"{rule.name}:{label}:{offset}"
     values = {
         collect.name: msgspec.Raw(COLLECTORS[collect.kind].result(state))
         for collect, state in zip(rule.collect, clump.states, strict=True)
     }
     inputs: list[dict[str, Any]] = []
     for name, ranges in sorted(clump.inputs.items()):
-        partition = Partition.parse(name)
-        inputs.append({"topic": partition.label, "partition": partition.partition, "offsets": ranges})
+        topic, _, partition = name.rpartition(":")
+        inputs.append({"topic": topic, "partition": int(partition), "offsets": ranges})
+    shown = _encode(inputs)
     event: dict[str, Any] = {
         "id": id_,
         "rule": rule.name,
@@ -587,7 +643,6 @@ def fold_record(rule: Rule, group: bytes, finished: ClosedFold, emitted_ms: int)
         "reason": finished.reason,
         "due": iso_time(finished.due),
         "emitted": iso_time(emitted_ms),
-        "inputs": inputs,
+        "inputs": msgspec.Raw(shown),
     }
-    digest = crc32(_encode(inputs))
-    return Message(f"{id_}#{digest:08x}", rule.output, _encode([STREAM, rule.name]), _encode(event))
+    return Message(f"{id_}#{crc32(shown):08x}", rule.output, _encode([STREAM, rule.name]), _encode(event))

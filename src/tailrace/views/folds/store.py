@@ -129,8 +129,9 @@ def close_folds(rule: Rule, group: bytes, stored: StoredGroup, now_ms: int, reas
 def settle_arguments(rule: Rule, forget_ms: int, changes: Sequence[GroupChange], epoch: int = 0) -> list[Arg]:
     """Return the arguments of the function ``settle``, which answers 1 for each change it made and 0 for others."""
     args: list[Arg] = [rule.key_suffix, epoch, forget_ms]
+    version = new_version()
     for change in changes:
-        value = new_version() + change.state if change.state else b""
+        value = version + change.state if change.state else b""
         args += [change.group, change.seen, value, change.due, len(change.folds)]
         for fold in change.folds:
             args += fold

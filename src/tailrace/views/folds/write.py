@@ -20,7 +20,7 @@ import threading
 import time
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, count, pairwise
@@ -75,6 +75,9 @@ Key: TypeAlias = tuple[int, int, bytes]
 
 Inputs: TypeAlias = list[Any]
 """``Input`` fields in offset order, as plain tuples: one is made for every event."""
+
+_Puts: TypeAlias = tuple[Callable[[Any], None], Callable[[int], None]]
+"""Of a group: adds an input to it, and an offset to those that its shard stores."""
 
 
 class CompiledRule(NamedTuple):
@@ -218,7 +221,7 @@ class FoldsWriter(Writer):
         arrivals = arrivals_of(records.offsets, times, applied)
         label, offsets, poison = str(records.partition), records.offsets, records.poison
         chosen = [
-            (n, self._rules[n], arrivals if self._rules[n].rule.clock == "arrival" else times)
+            (n, self._rules[n], arrivals if self._rules[n].rule.clock == "arrival" else times, dict[bytes, _Puts]())
             for n in self._rules_of(records.partition.topic)
         ]
         total = 0
@@ -229,20 +232,23 @@ class FoldsWriter(Writer):
             if poison and i in poison:
                 continue
             why, counted = NO_RULE, False
-            for n, compiled, clock in chosen:
-                taken = compiled.reader.read(value, records.record(i) if compiled.reader.asks_record else None)
+            for n, compiled, clock, known in chosen:
+                reader = compiled.reader
+                taken = reader.read(value, records.record(i) if reader.asks_record else None)
                 if isinstance(taken, str):
                     why = taken
                     continue
                 group, size, extracts = taken
-                shard = compiled.homes.get(group)
-                if shard is None:
+                puts = known.get(group)
+                if puts is None:
                     shard = self._home(compiled, group)
-                offset = offsets[i]
-                groups.setdefault((shard, n, group), []).append((clock[i], label, offset, size, extracts))
+                    inputs = groups[shard, n, group] = []
+                    puts = known[group] = inputs.append, stored[shard].append
+                put, count_stored = puts
+                put((clock[i], label, offsets[i], size, extracts))
                 total += size
                 if not counted:
-                    stored[shard].append(offset)
+                    count_stored(offsets[i])
                     counted = True
                 if compiled.rule.raw:
                     raw.append((i, n))
@@ -251,11 +257,13 @@ class FoldsWriter(Writer):
         return SliceInputs(records, groups, stored, skipped, raw, arrivals, total)
 
     def _home(self, compiled: CompiledRule, group: bytes) -> int:
-        if len(compiled.homes) >= CACHE_SIZE:
-            compiled.homes.clear()
-        shard = compiled.rule.shard(group, self._shards)
-        if len(group) <= MAX_CACHED_GROUP:
-            compiled.homes[group] = shard
+        shard = compiled.homes.get(group)
+        if shard is None:
+            if len(compiled.homes) >= CACHE_SIZE:
+                compiled.homes.clear()
+            shard = compiled.rule.shard(group, self._shards)
+            if len(group) <= MAX_CACHED_GROUP:
+                compiled.homes[group] = shard
         return shard
 
     def _rules_of(self, topic: str) -> list[int]:
