@@ -376,7 +376,7 @@ def _properties(shift: Shift) -> dict[str, Any]:
     return reader_properties(shift.kafka, "tailrace-hands", 64 << 10 if shift.catching_up else 8 << 10) | {
         # An offset that Kafka no longer has must be told, never jumped over.
         "auto.offset.reset": "error",
-        "fetch.wait.max.ms": 100,
+        "fetch.wait.max.ms": 200,
         "fetch.error.backoff.ms": 100,
         # Live, a partition is fetched when what came of it is taken, and not again and again while a take lasts.
         "queued.min.messages": 100_000 if shift.catching_up else 1,

@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 PORTS_FILE: Final = "ports.json"
 STATUS_FILE: Final = "parts.json"
 _POLL: Final = 0.1
+_WATCH: Final = 0.25
+"""Seconds between two looks at a part that is waited for, and at one that runs."""
 _STYLES: Final = {"ready": "green", "died": "red", "slow": "red", "stopping": "yellow"}
 _SERVICE_TIMEOUT: Final = 180.0
 _SAMPLES_TIMEOUT: Final = 60.0
@@ -293,7 +295,7 @@ class Supervisor:
     async def _keep(self, child: _Child) -> None:
         while True:
             while child.is_running():  # noqa: ASYNC110  a process that ends sets no event
-                await asyncio.sleep(_POLL)
+                await asyncio.sleep(_WATCH)
             exit_code = child.kill()
             healthy = time.monotonic() - child.ready_at if child.ready_at else 0.0
             child.pause = self._backoff.after(child.pause, healthy)
