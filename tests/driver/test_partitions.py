@@ -13,7 +13,8 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource, NewTopic, ResourceType
 
 from tailrace.embedded import jars
-from tailrace.embedded.kafka import EmbeddedKafka, find_java
+from tailrace.embedded.java import find_java
+from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.process import HOST, Part, Process, free_port
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.log.event import Partition

@@ -11,7 +11,8 @@ from confluent_kafka import TIMESTAMP_LOG_APPEND_TIME, Consumer, Producer, Topic
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from tailrace.embedded.kafka import EmbeddedKafka, find_java
+from tailrace.embedded.java import find_java
+from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import EmbeddedError, PrerequisiteMissing
 
 pytestmark = pytest.mark.jvm

@@ -42,6 +42,8 @@ if behaviour == "fail" and name == "second":
     sys.exit(3)
 subprocess.Popen(["sleep", "600"], process_group=0)
 time.sleep(0.2)
+while behaviour == "hurry" and name == "first" and not os.path.exists(f"{folder}/second.ready"):
+    time.sleep(0.01)
 if not (behaviour == "hang" and name == "second"):
     open(f"{folder}/{name}.ready", "w").close()
     open(f"{folder}/journal", "a").write(f"{name} serves\\\\n")
@@ -54,6 +56,7 @@ def part(name):
         command=(sys.executable, "-c", CHILD, name, str(folder), behaviour),
         log=folder / f"{name}.log",
         ready=(folder / f"{name}.ready").exists,
+        at_once=behaviour == "hurry",
         ready_timeout=1.5,
         stop_timeout=1 if behaviour == "stubborn" else 5,
     )
@@ -133,6 +136,16 @@ def test_parts_start_in_order_each_when_the_one_before_it_serves(stack: Callable
     assert journal == ["first starts", "first serves", "second starts", "second serves"]
     assert running.part("second")["state"] == "ready"
     assert len(running.left()) == 4
+
+
+def test_a_part_that_copes_alone_starts_beside_those_before_it(stack: Callable[..., Stack], tmp_path: Path) -> None:
+    running = stack("hurry")
+    running.wait_up()
+    journal = (tmp_path / "journal").read_text(encoding="utf-8").splitlines()
+    assert sorted(journal[:2]) == ["first starts", "second starts"]
+    assert journal[2:] == ["second serves", "first serves"]
+    _, stderr = running.end(signal.SIGTERM)
+    assert stderr.index("second    stopped") < stderr.index("first     stopping")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])

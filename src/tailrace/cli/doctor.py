@@ -84,7 +84,7 @@ def _supervisor(settings: Settings) -> int | None:
 
 
 def _java() -> Iterator[Check]:
-    from tailrace.embedded.kafka import find_java
+    from tailrace.embedded.java import find_java
 
     try:
         yield Check("java", True, str(find_java()))

@@ -105,7 +105,8 @@ class Kafka(Section):
 
     def client(self) -> dict[str, Any]:
         """Return the properties of a client."""
-        return {"log.connection.close": False, **self.properties, "bootstrap.servers": self.bootstrap}
+        quiet, soon = {"log.connection.close": False}, {"reconnect.backoff.max.ms": 1000}
+        return {**quiet, **soon, **self.properties, "bootstrap.servers": self.bootstrap}
 
 
 class Valkey(Section):

@@ -48,6 +48,8 @@ class CrewReport(NamedTuple):
     """Partitions that hands read."""
     errors: Mapping[Partition, str] = MappingProxyType({})
     """Partitions that hands gave up, and why."""
+    is_complete: bool = False
+    """True if every hand is at work."""
 
 
 class Crew:
@@ -111,6 +113,7 @@ class Crew:
             max((each.take_ms for each in current), default=0.0),
             sum(each.partitions for each in current),
             {Partition.parse(label): why for each in current for label, why in each.errors.items()},
+            len(current) == len(wanted),
         )
 
     def stop(self) -> None:

@@ -70,7 +70,7 @@ class Report:
         for view in self._views:
             view.tick(self._start, self._timing)
         self.lags = {each: max(0, end - crew.done.get(each, 0)) for each, end in self._ends.items()}
-        if crew.held >= partitions:  # later, one may be on its way from hand to hand
+        if crew.is_complete and crew.held >= partitions:  # later, one may be on its way from hand to hand
             self._state = "running"
         self._publish(crew, partitions)
         return crew

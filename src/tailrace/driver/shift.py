@@ -38,9 +38,9 @@ ORPHANED_MS = 30_000
 """A hand leaves when its driver was not heard for so long."""
 MOST, MOST_BYTES, AT_ONCE = 10_000, 8 << 20, 500
 """Approximate limits of one take: records, bytes of their values; and how many records are fetched in one call."""
-FEW, PAUSE_S = 500, 0.02
-"""After a take of fewer records a hand waits for twice as long as the take lasted, and so long at most: under load the
-next take has more records at hardly more cost. The first record after a quiet time never waits."""
+FEW, PAUSE_S = 500, 0.01
+"""With fewer records a hand waits for as long as its last take lasted, and so long at most: under load the next take
+has more records at hardly more cost. The first record after a quiet time never waits."""
 TAKES = 512
 """Takes whose durations are remembered for the report."""
 COLLECT_S = 60.0
@@ -159,6 +159,7 @@ class Hand:
         """True if the next roll says more than that the hand is alive."""
         self._report = HandReport(shift=shift.number)
         self._takes: list[float] = []
+        self._resting_until = 0.0
         self._parent = os.getppid()
 
     def close(self) -> None:
@@ -282,13 +283,10 @@ class Hand:
             if message is None:
                 return 0
             messages = [message]
-        size = 0
-        while len(messages) < MOST and size < MOST_BYTES:
-            more = self._consumer.consume(AT_ONCE, 0)
-            messages += more
-            size += sum(len(each) for each in more)
-            if len(more) < AT_ONCE:
-                break
+        self._drain(messages)
+        if len(messages) < FEW and (pause := self._resting_until - time.monotonic()) > 0:
+            time.sleep(pause)
+            self._drain(messages)
         began = time.monotonic()
         taken, ends, failed = self._sorted(messages)
         if taken:
@@ -305,9 +303,18 @@ class Hand:
         self._report.busy_s += took
         if count:
             self._takes = [*self._takes[1 - TAKES :], took]
-            if count < FEW:
-                time.sleep(min(PAUSE_S, 2 * took))
+            self._resting_until = time.monotonic() + min(PAUSE_S, took)
         return count
+
+    def _drain(self, messages: list[Any]) -> None:
+        """Add what was fetched meanwhile, up to the limits of a take."""
+        size = 0
+        while len(messages) < MOST and size < MOST_BYTES:
+            more = self._consumer.consume(AT_ONCE, 0)
+            messages += more
+            size += sum(len(each) for each in more)
+            if len(more) < AT_ONCE:
+                break
 
     def _sorted(self, messages: Iterable[Any]) -> tuple[list[Slice], dict[Partition, int], dict[Partition, str]]:
         """Return slices of what the hand holds, the ends that were reached, and the partitions with errors."""
@@ -369,9 +376,11 @@ def _properties(shift: Shift) -> dict[str, Any]:
     return reader_properties(shift.kafka, "tailrace-hands", 64 << 10 if shift.catching_up else 8 << 10) | {
         # An offset that Kafka no longer has must be told, never jumped over.
         "auto.offset.reset": "error",
-        "fetch.wait.max.ms": 100,
+        "fetch.wait.max.ms": 200,
         "fetch.error.backoff.ms": 100,
-        "fetch.queue.backoff.ms": 5,
+        # Live, a partition is fetched when what came of it is taken, and not again and again while a take lasts.
+        "queued.min.messages": 100_000 if shift.catching_up else 1,
+        "fetch.queue.backoff.ms": 1,
     }
 
 

@@ -21,7 +21,8 @@ from xml.sax.saxutils import escape
 
 from tailrace.embedded import jars
 from tailrace.embedded import process as ports
-from tailrace.embedded.kafka import JavaServer, find_java
+from tailrace.embedded.java import find_java
+from tailrace.embedded.kafka import JavaServer
 from tailrace.embedded.process import HOST, Part, lock_folder
 from tailrace.errors import PrerequisiteMissing
 

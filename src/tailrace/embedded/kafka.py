@@ -16,17 +16,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import msgspec
-
 from tailrace.embedded import jars
+from tailrace.embedded.java import archive, find_java
 from tailrace.embedded.process import HOST, EmbeddedServer, Part, free_port
-from tailrace.errors import EmbeddedError, PrerequisiteMissing
+from tailrace.errors import EmbeddedError
 
 if TYPE_CHECKING:
     from confluent_kafka.admin import AdminClient
     from rich.console import Console
-
-OLDEST_JAVA: Final = 17
 
 _PROPERTIES: Final = {
     "process.roles": "broker,controller",
@@ -108,7 +105,9 @@ class EmbeddedKafka(JavaServer):
         heap = "-Xms64m", f"-Xmx{self.memory}", "-XX:+UseSerialGC", "-XX:+ExitOnOutOfMemoryError"
         others = "-XX:-UsePerfData", "-Xshare:auto", "-Djava.awt.headless=true"
         logging = f"-Dlog4j2.configurationFile={self.folder / 'log4j2.properties'}"
-        java_command = (java, *heap, *others, logging, "-cp", classpath)
+        file = archive("kafka", java)
+        classes = (f"-XX:SharedArchiveFile={file}",) if file.exists() else ()
+        java_command = (java, *classes, *heap, *others, logging, "-cp", classpath)
         if not self._data.exists():
             self._format(java_command)
         settings = self._write_settings("server.properties", self._data)
@@ -165,31 +164,3 @@ class EmbeddedKafka(JavaServer):
         lines = (f"{key}={value}" for key, value in {**_PROPERTIES, **own}.items())
         file.write_text("\n".join(lines) + "\n", encoding="utf-8")
         return file
-
-
-class Java(msgspec.Struct, frozen=True, kw_only=True):
-    path: str
-    version: int
-
-    def __str__(self) -> str:
-        return f"Java {self.version} ({self.path})"
-
-
-def find_java() -> Java:
-    """Return the Java runtime to use: that of ``JAVA_HOME``, else the first one on the path.
-
-    Raises:
-        PrerequisiteMissing: There is none, or it is too old.
-    """
-    advice = f"install Java {OLDEST_JAVA} or newer (for example OpenJDK {OLDEST_JAVA}), or point JAVA_HOME at one"
-    home = os.environ.get("JAVA_HOME")
-    path = shutil.which("java", path=str(Path(home, "bin"))) if home else shutil.which("java")
-    if path is None:
-        raise PrerequisiteMissing(f"no Java in {'JAVA_HOME=' + home if home else 'the PATH'}: {advice}")
-    output = subprocess.run([path, "-version"], capture_output=True, text=True, check=False, timeout=30).stderr
-    version = re.search(r'version "(?:1\.)?(\d+)', output)
-    if version is None:
-        raise PrerequisiteMissing(f"{path} does not say its version: {advice}")
-    if int(version[1]) < OLDEST_JAVA:
-        raise PrerequisiteMissing(f"{path} is Java {version[1]}: {advice}")
-    return Java(path=path, version=int(version[1]))

@@ -59,6 +59,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     """File for its output; kept across restarts."""
     ready: Callable[[], bool] | None = None
     """Returns whether it serves, within two seconds, without raising, in any thread. None: nobody waits for it."""
+    at_once: bool = False
+    """Whether it copes with parts before it that do not serve yet, so that a supervisor need not wait for them."""
     env: Mapping[str, str] = {}
     """Variables on top of the environment of this process."""
     ready_timeout: float = 60.0

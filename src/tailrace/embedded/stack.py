@@ -36,6 +36,7 @@ from tailrace.config.settings import Serve
 from tailrace.config.values import Properties
 from tailrace.embedded import process as ports
 from tailrace.embedded.cassandra import EmbeddedCassandra
+from tailrace.embedded.java import QUICK_JAVA, make_archives, spark_environment
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.process import Part, Process, failure, lock_folder
 from tailrace.embedded.valkey import EmbeddedValkey
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 PORTS_FILE: Final = "ports.json"
 STATUS_FILE: Final = "parts.json"
 _POLL: Final = 0.1
+_WATCH: Final = 0.25
+"""Seconds between two looks at a part that is waited for, and at one that runs."""
 _STYLES: Final = {"ready": "green", "died": "red", "slow": "red", "stopping": "yellow"}
 _SERVICE_TIMEOUT: Final = 180.0
 _SAMPLES_TIMEOUT: Final = 60.0
@@ -97,12 +100,20 @@ def run_stack(
         parts = [*servers, *own_parts(settings, folder, chosen, address, demo=demo)]
         url = f"http://{address[0]}:{port}"
 
+        archiving: list[Process] = []
+
         def ready() -> None:
             _say(console, f"READY {url}", *addresses)
             if demo:
                 _say(console, "", *_next_steps(url, example, searches, pages))
+            if process := make_archives(_log(folder, "archives")):
+                archiving.append(process)
 
-        return asyncio.run(Supervisor(folder, parts, events).run(ready))
+        try:
+            return asyncio.run(Supervisor(folder, parts, events).run(ready))
+        finally:
+            for process in archiving:
+                process.kill()
 
 
 def own_parts(
@@ -117,21 +128,24 @@ def own_parts(
     }
     drain = settings.embedded.drain.total_seconds()
 
-    def own(name: str, *module: str, ready: Callable[[], bool] | None = None) -> Part:
+    def own(name: str, *module: str, ready: Callable[[], bool] | None = None, **more: Any) -> Part:
         return Part(
             name=name,
             command=(sys.executable, "-m", *module),
-            env=env,
+            env=env | (spark_environment(QUICK_JAVA) if name == "pipeline" else spark_environment()),
             log=_log(folder, name),
             ready=ready,
             ready_timeout=_SERVICE_TIMEOUT,
             stop_timeout=drain,
+            **more,
         )
 
-    # Nothing waits for the pipeline, since the service is ready only when the pipeline is: both come up together.
+    # Nothing waits for the pipeline, since the service is ready only when the pipeline is: both come up together, and
+    # while Kafka and Valkey do.
+    early = "cassandra" not in servers
     parts = [
-        own("pipeline", "tailrace", "run"),
-        own("service", "tailrace", "serve", ready=lambda: _get(address, "/readyz") is not None),
+        own("pipeline", "tailrace", "run", at_once=early),
+        own("service", "tailrace", "serve", ready=lambda: _get(address, "/readyz") is not None, at_once=True),
         own("upkeep", "tailrace", "upkeep"),
     ]
     if demo:
@@ -247,29 +261,41 @@ class Supervisor:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, self.stop)  # until the loop is closed
         keepers: list[asyncio.Task[None]] = []
+        starting: dict[_Child, asyncio.Task[str | None]] = {}
         try:
             for child in self._children:
-                problem = await self._start(child)
+                if not child.part.at_once:
+                    await self._join(starting, keepers)
                 if self._stopping.is_set():
                     break
-                if problem:
-                    child.kill()
-                    raise failure(child.part, problem)
-                keepers.append(asyncio.create_task(self._keep(child)))
-            else:
+                starting[child] = asyncio.create_task(self._start(child))
+            await self._join(starting, keepers)
+            if not self._stopping.is_set():
                 ready()
                 await self._stopping.wait()
         finally:
+            for start in starting.values():
+                start.cancel()
             for keeper in keepers:
                 keeper.cancel()
             await asyncio.gather(*keepers, return_exceptions=True)
             await self._drain()
         return 130 if self._hurry.is_set() else 0
 
+    async def _join(self, starting: dict[_Child, asyncio.Task[str | None]], keepers: list[asyncio.Task[None]]) -> None:
+        """Wait until these parts serve; keep them running from then on."""
+        for child, start in list(starting.items()):
+            problem = await start
+            if problem and not self._stopping.is_set():
+                child.kill()
+                raise failure(child.part, problem)
+            del starting[child]
+            keepers.append(asyncio.create_task(self._keep(child)))
+
     async def _keep(self, child: _Child) -> None:
         while True:
             while child.is_running():  # noqa: ASYNC110  a process that ends sets no event
-                await asyncio.sleep(_POLL)
+                await asyncio.sleep(_WATCH)
             exit_code = child.kill()
             healthy = time.monotonic() - child.ready_at if child.ready_at else 0.0
             child.pause = self._backoff.after(child.pause, healthy)
@@ -330,7 +356,7 @@ class Supervisor:
         fresh.replace(self._folder / STATUS_FILE)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Child:
     part: Part
     process: Process | None = None

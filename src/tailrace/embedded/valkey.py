@@ -62,7 +62,7 @@ class EmbeddedValkey(EmbeddedServer):
         lines = (f"{key} {value}" for key, value in {**_SETTINGS, **own, **self._extra}.items())
         self._file.write_text("\n".join(lines) + "\n", encoding="utf-8")
         command = (str(self._binary or _binary()), str(self._file))
-        return Part(name=self.name, command=command, log=self.log, ready=self.is_ready)
+        return Part(name=self.name, command=command, log=self.log, ready=self.is_ready, at_once=True)
 
     def client(self) -> valkey.Valkey:
         """Return a client for checks and tests; the caller closes it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import resource
 import socket
@@ -43,6 +44,9 @@ PING_S = 20.0
 """Seconds between pings on WebSockets where no view says how many."""
 SPARE_FILES = 256
 """Open files besides one for each connection: sockets to Valkey and Kafka, libraries, logs."""
+COLLECT_AFTER = 50_000
+"""New objects after which Python looks for cycles, of which feeds make few: after 700, its default, a service with two
+hundred busy feeds would do little else."""
 
 _quiet = logging.getLogger(f"{__name__}.websockets")
 _quiet.setLevel(logging.WARNING)  # no line for each connection, as for requests
@@ -199,6 +203,9 @@ def main(settings: Settings, views: Sequence[View]) -> int:
     server = Server(create_app(settings, views))
     host, port = listener.getsockname()[:2]
     logger.info("serving on http://%s:%d", host, port)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(COLLECT_AFTER)
     try:
         server.run(sockets=[listener])
     except SystemExit as ended:  # uvicorn could not start the application

@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 BLOCK_MS = 1000
 REFRESH_S = 5.0
 READ_ENTRIES = 50
-"""Most entries that the hub reads of one log at once; a log that grew by more is left to its readers."""
+"""Most entries that the hub reads of one log at once. It goes on until it is at the end, or has more than it may hold:
+that is left to the readers."""
 
 
 class Hub:
@@ -110,7 +111,7 @@ class Hub:
             self._work.set()
 
     async def _read(self) -> None:
-        """Read the followed logs that were touched, all in two round trips."""
+        """Read the followed logs that were touched, all together."""
         while True:
             await self._work.wait()
             self._work.clear()
@@ -142,12 +143,24 @@ class Hub:
             for segment in segments:
                 if segment.epoch == epoch and (segment.index, segment.last) > head:
                     unread.append((live_end, segment, head[1] if segment.index == head[0] else segment.first - 1))
-        answers = await self._logs.read_many([(c.name, segment, after) for c, segment, after in unread], READ_ENTRIES)
+        limit = max(1 << 16, self._ring_bytes // max(1, len(self._live_ends)))
+        answers: list[list[NumberedRun]] = [[] for _ in unread]
+        left = list(range(len(unread)))
+        while left:
+            afters = [(unread[i], answers[i][-1].last if answers[i] else unread[i][2]) for i in left]
+            wanted = [(live_end.name, segment, after) for (live_end, segment, _), after in afters]
+            found = await self._logs.read_many(wanted, READ_ENTRIES)
+            for i, entries in zip(left, found, strict=True):
+                answers[i] += entries
+            left = [
+                i
+                for i, entries in zip(left, found, strict=True)
+                if entries and entries[-1].last < unread[i][1].last and sum(each.size for each in answers[i]) < limit
+            ]
         # No await from here on: readers see a live end before or after the change, never in between.
         for live_end, (epoch, head) in renewed.items():
             live_end.era += head < live_end.head
             live_end.restart(epoch, head)
-        limit = max(1 << 16, self._ring_bytes // max(1, len(self._live_ends)))
         for (live_end, segment, _), entries in zip(unread, answers, strict=True):
             if entries and entries[-1].last >= segment.last:
                 live_end.add((SegmentEntry(segment, entry) for entry in entries), limit)

@@ -13,18 +13,13 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from hashlib import sha256
-from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
-from shlex import quote
 from typing import Any, TypeVar
 
 import msgspec
@@ -33,11 +28,10 @@ import pytest
 from tailrace.config.settings import load
 from tailrace.driver.source import session as begin_session
 from tailrace.embedded.cassandra import EmbeddedCassandra
-from tailrace.embedded.jars import cache_folder
-from tailrace.embedded.kafka import EmbeddedKafka, find_java
-from tailrace.embedded.process import EmbeddedServer
+from tailrace.embedded.java import QUICK_JAVA, make_archives, spark_environment
+from tailrace.embedded.kafka import EmbeddedKafka
+from tailrace.embedded.process import EmbeddedServer, Process
 from tailrace.embedded.valkey import EmbeddedValkey, start_cluster
-from tailrace.testing.installation import QUICK_JAVA
 from tailrace.upkeep.spark import end_session
 from tailrace.valkey.shards import StoreOptions
 from tailrace.views.tags.rows import cassandra as schema
@@ -50,13 +44,10 @@ MEMORY = Path("/dev/shm")
 """Folder that Linux keeps in memory: a server that syncs its files before it answers loses no time there."""
 
 _POLL_S = 0.1
-_SPARK_OPTIONS = "SPARK_SUBMIT_OPTS"
-_WRITING_S = 600.0
-"""Nobody writes the file of Spark's classes for longer than this: whoever began has died."""
 
 _numbers = count()
 _sparks: list[Any] = []
-_writer = pytest.StashKey[subprocess.Popen[bytes]]()
+_writer = pytest.StashKey[Process]()
 
 
 class _Shared(msgspec.Struct):
@@ -218,10 +209,10 @@ def redis_server(servers: SharedServers) -> EmbeddedValkey:
 
 
 @pytest.fixture(scope="session")
-def quick_spark(pytestconfig: pytest.Config) -> None:
+def quick_spark(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Let every Spark that a test starts from now on start sooner."""
-    writer = use_spark_classes()
-    if writer is not None:
+    os.environ |= spark_environment(QUICK_JAVA)
+    if (writer := make_archives(tmp_path_factory.getbasetemp() / "archives.log")) is not None:
         pytestconfig.stash[_writer] = writer
 
 
@@ -308,49 +299,3 @@ def own_cassandra(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embedded
 def own_rows_store(own_cassandra: EmbeddedCassandra) -> Iterator[CassandraSettings]:
     """A keyspace of the module's own Cassandra, with its tables."""
     yield from _keyspace(own_cassandra)
-
-
-# Spark that starts sooner: its classes, loaded and checked once, are kept in a file that every later JVM maps.
-
-
-def use_spark_classes() -> subprocess.Popen[bytes] | None:
-    """Let all Sparks that this process starts from now on map the file of classes; return the process that writes it.
-
-    A JVM that the file does not fit, or that comes before it is written, starts without it; nothing else changes.
-    """
-    installed = Path(str(find_spec("pyspark").origin))  # type: ignore[union-attr]
-    which = sha256(f"{installed} {installed.stat().st_mtime_ns} {find_java()}".encode()).hexdigest()[:16]
-    folder = cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    file, begun = folder / f"spark-{which}.jsa", folder / f"spark-{which}.begun"
-    os.environ[_SPARK_OPTIONS] = f"{QUICK_JAVA} {quote(f'-XX:SharedArchiveFile={file}')}"
-    if file.exists() or (begun.exists() and time.time() - begun.stat().st_mtime < _WRITING_S):
-        return None
-    begun.touch()
-    command = (sys.executable, "-m", "tailrace.testing.fixtures", str(file))
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-
-def _same(rows: Iterator[Any]) -> Iterator[Any]:
-    yield from rows
-
-
-def _write_spark_classes(file: Path) -> None:
-    """Run jobs of the shapes that the pipeline and upkeep have; the JVM writes the file when it ends."""
-    new = file.with_suffix(f".{os.getpid()}")
-    os.environ[_SPARK_OPTIONS] = f"{QUICK_JAVA} {quote(f'-XX:ArchiveClassesAtExit={new}')}"
-    spark = begin_session(load(Path(os.devnull)), hands=True)
-    spark.sparkContext.parallelize([0], 1).mapPartitions(_same).collect()
-    rows = spark.range(0, 100, 1, 2).selectExpr("id AS offset", "binary('') AS key", "timestamp_millis(id) AS time")
-    rows.mapInArrow(_same, rows.schema).write.format("noop").mode("overwrite").save()
-    jvm = spark.sparkContext._gateway.proc
-    spark.stop()
-    jvm.stdin.close()
-    jvm.wait()
-    if not new.exists():  # a JVM that cannot do that: an empty file says so
-        new.touch()
-    new.replace(file)
-
-
-if __name__ == "__main__":
-    _write_spark_classes(Path(sys.argv[1]))

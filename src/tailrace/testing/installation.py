@@ -24,6 +24,7 @@ import psutil
 from confluent_kafka.admin import AdminClient, NewTopic
 
 from tailrace.config.settings import Settings, load
+from tailrace.embedded.java import QUICK_JAVA as QUICK_JAVA
 from tailrace.embedded.process import HOST, Part, Process, free_port, tail
 from tailrace.errors import StoreChanged, StoreUnavailable
 from tailrace.http.app import Server, create_app, listen
@@ -33,8 +34,6 @@ from tailrace.views import VIEWS
 
 PATIENCE_S = 90.0
 """Seconds to wait for a condition; the machine may be busy with other things."""
-QUICK_JAVA = "-XX:+UseSerialGC -XX:TieredStopAtLevel=1"
-"""Options of a JVM that starts sooner and never gets fast: right for runs of seconds."""
 NO_BROKER = "127.0.0.1:1"
 """An address at which nobody listens."""
 

@@ -15,9 +15,10 @@ from tailrace.driver.hooks import Start
 from tailrace.log.event import Partition, home_of, shard_of
 from tailrace.log.run import decode
 from tailrace.valkey.shards import Shards, StoreOptions, mapping
+from tailrace.views.grep import write
 from tailrace.views.grep.driver import GrepDriver
 from tailrace.views.grep.model import SearchLife, make_search
-from tailrace.views.grep.write import GrepPlan
+from tailrace.views.grep.write import GrepPlan, SearchSet
 from tests.views.grep.rig import BEYOND, by_source, finds, random_records, random_search, read_log, register, source_of
 from tests.writing import NOON, Record, Writer, batch
 
@@ -222,3 +223,20 @@ async def test_nothing_is_kept_when_nothing_may_be(store: StoreOptions) -> None:
     writer.write(_last_matches(3))
     assert len(await read_log(store, life.name)) == 3
     assert kept(writer.shards, "posts:0") == {}
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_of_what_passes_the_sieve_searches_find_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write, "PROBED", 3)
+    chance = random.Random(seed)
+    lives = [SearchLife(random_search(chance), number, 0) for number in range(chance.choice((1, 1, 2)))]
+    whole, sifted = SearchSet(lives), SearchSet(lives)
+    passes = sifted.sieve()
+    records = [r for r in random_records(chance, "posts", 0, 200) if r.value is not None]
+    [everything] = batch(records)
+    healthy = [r for i, r in enumerate(records) if i not in everything.poison]  # scans look for poison afterwards
+    left = [r for r in healthy if passes is None or passes(r.key, r.value or b"")]
+    [everything] = batch(healthy)
+    wanted = {name: [healthy[i].offset for i in rows] for name, rows in whole.find(everything).items()}
+    found = sifted.find(batch(left)[0]) if left else {}
+    assert {name: [left[i].offset for i in rows] for name, rows in found.items()} == wanted

@@ -246,7 +246,7 @@ class Payloads:
                     fetched = None  # the topic was deleted meanwhile
                 # Asked again: if it is current now, it was current during the fetch.
                 if fetched is not None and await self._is_current(partition):
-                    found |= self._remember(partition, fetched, wanted)
+                    found |= self._remember(partition, fetched, None)
         return found
 
     def _remembered(self, label: str, offsets: Sequence[int]) -> dict[int, bytes]:

@@ -98,10 +98,10 @@ class TagsWriter(Writer):
 
     name = VIEW
     keeps_times = True
-    shares_times = True
 
     def __init__(self, tags: TagsPlan, plan: Plan, clock: Callable[[], float] = time.time) -> None:
         self._plan, self._shards, self._epoch, self._clock = tags, plan.store.shards, plan.epoch, clock
+        self.shares_times = tags.cassandra is not None  # the driver raises them for readers of rows
         self.span_ms = milliseconds(tags.tags.span)
         self.future_ms = max(tags.bucket_future_ms, tags.future_ms)
         self._tagger = Tagger(tags.tags)
