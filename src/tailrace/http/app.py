@@ -11,25 +11,34 @@ import asyncio
 import contextlib
 import gc
 import logging
+import math
+import re
 import resource
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
+from http import HTTPStatus
 from typing import Any
+from urllib.parse import quote
+from uuid import uuid4
 
+import msgspec
 import uvicorn
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from tailrace.config.settings import Settings
-from tailrace.errors import PrerequisiteMissing
+from tailrace.errors import PrerequisiteMissing, TailraceError
 from tailrace.http.delivery import ABORT
-from tailrace.http.openapi import ABOUT, describe
-from tailrace.http.problems import Edge, Problems
+from tailrace.http.openapi import ABOUT, PROBLEM_TYPE, describe
 from tailrace.http.routes import ROUTERS, VERSION, Health
-from tailrace.http.service import Service
+from tailrace.http.service import Service, problem, problem_of
+from tailrace.metrics import Metrics
 from tailrace.view import View
 
 logger = logging.getLogger(__name__)
@@ -48,8 +57,83 @@ COLLECT_AFTER = 50_000
 """New objects after which Python looks for cycles, of which feeds make few: after 700, its default, a service with two
 hundred busy feeds would do little else."""
 
+_ROUTING = {404: "route.not_found", 405: "route.method_not_allowed"}
+_ID = re.compile(rb"[!-~]{1,128}")
+_ANSWERS = ("http.response.start", "websocket.http.response.start", "websocket.accept")
 _quiet = logging.getLogger(f"{__name__}.websockets")
 _quiet.setLevel(logging.WARNING)  # no line for each connection, as for requests
+
+
+class Problems:
+    """Turns errors into answers, and counts them."""
+
+    def __init__(self, metrics: Metrics, retry_s: float) -> None:
+        self._metrics = metrics
+        self._retry_after = str(max(1, math.ceil(retry_s)))
+
+    def answer(self, document: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
+        self._metrics.errors.labels(document["code"]).inc()
+        more = {"Cache-Control": "no-store", **(headers or {})}
+        if document["retryable"]:
+            more.setdefault("Retry-After", self._retry_after)
+        if document["status"] == 413:
+            more["Connection"] = "close"  # the rest of the body is not read
+        return Response(msgspec.json.encode(document), document["status"], more, PROBLEM_TYPE)
+
+    async def refused(self, request: Request, error: Exception) -> Response:
+        return self.unrouted(request, error) if isinstance(error, HTTPException) else self.answer(problem_of(error))
+
+    def unrouted(self, request: HTTPConnection, error: HTTPException) -> Response:
+        """Return the answer to a request, or a WebSocket, that no route takes."""
+        status, path = error.status_code, request.scope["path"]
+        detail = {
+            404: f"nothing is served at {path}: the root page lists what is; a / inside a name is written %2F",
+            405: f"{request.scope.get('method', 'GET')} is not for {path}; the header Allow says what is",
+        }.get(status, str(error.detail))
+        code = _ROUTING.get(status, f"http.{status}")
+        return self.answer(problem(code, HTTPStatus(status).phrase, status, detail), dict(error.headers or {}))
+
+
+class Edge:
+    """The outermost layer of the application: every request passes it.
+
+    Routes are matched on the path as it was sent, and each part is decoded once after the match: an escaped slash
+    inside a name never divides it. So every name has one address, and no address means two names. Every answer has a
+    request id. An unexpected error becomes a problem without details; its log line has the same id. A WebSocket that
+    is not accepted is answered like any other request.
+    """
+
+    def __init__(self, app: ASGIApp, problems: Problems) -> None:
+        self._app, self._problems = app, problems
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        raw = scope.get("raw_path")
+        scope["path"] = raw.decode("ascii") if raw else quote(scope["path"])
+        request_id = next((v for k, v in scope["headers"] if k == b"x-request-id" and _ID.fullmatch(v)), b"")
+        request_id = request_id or uuid4().hex.encode()
+        started = False
+
+        async def sender(message: Message) -> None:
+            nonlocal started
+            if message["type"] in _ANSWERS:
+                started = True
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+            elif message["type"] == "websocket.close" and not started:  # the router found no route
+                refusal = self._problems.unrouted(HTTPConnection(scope), HTTPException(404))
+                await refusal(scope, receive, sender)
+                return
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sender)
+        except Exception as error:
+            logger.exception("request %s: %s %s", request_id.decode(), scope.get("method", "GET"), scope["path"])
+            if started:
+                raise  # the server closes the connection, so the client sees that the answer is cut
+            await self._problems.answer(problem_of(error))(scope, receive, sender)
 
 
 def create_app(settings: Settings, views: Sequence[View]) -> FastAPI:
@@ -73,7 +157,8 @@ def create_app(settings: Settings, views: Sequence[View]) -> FastAPI:
     app.state.service = service
     app.state.health = Health(service)
     problems = Problems(service.metrics, settings.serve.retry.total_seconds())
-    problems.install(app)
+    app.add_exception_handler(TailraceError, problems.refused)
+    app.add_exception_handler(HTTPException, problems.refused)
     routers = [router for view in views if (router := view.routes()) is not None]
     routers += ROUTERS
     for router in routers:

@@ -33,8 +33,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from tailrace.api.answers import Closing
 from tailrace.api.requests import FeedParameters
 from tailrace.errors import TailraceError
-from tailrace.http.problems import problem_of
-from tailrace.http.service import LogService, Service, now_ms
+from tailrace.http.service import LogService, Service, now_ms, problem_of
 from tailrace.log.request import AnyFeed, AnyFrame, Batch, ControlFrame, EventFrame, make_request
 
 logger = logging.getLogger(__name__)
@@ -204,85 +203,44 @@ class FeedResponse(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self,
-        service: Service,
-        open_feed: Callable[[], Awaitable[AnyFeed]],
-        encoding: Encoding,
-        resumed: bool = False,
+        self, service: Service, open_feed: Callable[[], Awaitable[AnyFeed]], encoding: Encoding, resumed: bool = False
     ) -> None:
-        self.status_code = 200
-        self.background = None
+        self.status_code, self.background = 200, None
         self._service, self._open, self._encoding, self._resumed = service, open_feed, encoding, resumed
+        self._metrics, serve = service.metrics, service.settings.serve
+        self._limit = serve.coalesce_bytes
+        self._wait_s = serve.coalesce_wait.total_seconds()
+        self._heartbeat_s = serve.heartbeat.total_seconds()
+        self._send_timeout_s = serve.send_timeout.total_seconds()
+        self._retry_ms = round(serve.retry.total_seconds() * 1000)
+        self._send: Send
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._over = False
+        """True if nothing more is read from the feed."""
+        self._gone = False
+        self._filled, self._full, self._room = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.init_headers({"Content-Type": encoding.media_type, **_HEADERS})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        delivery = _Delivery(self._service, self._encoding, send)
-        with self._service.admitted(delivery.stop):
+        self._send = send
+        with self._service.admitted(self.stop):
             feed = await self._open()
             try:
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 if scope["method"] == "HEAD":
                     await send({"type": "http.response.body", "body": b""})
                 else:
-                    await delivery.run(feed, None if self._resumed else feed.cursor or None, scope, receive)
+                    await self._deliver(feed, None if self._resumed else feed.cursor or None, scope, receive)
             finally:
                 await feed.aclose()
-
-
-def answer_feed(
-    request: Request,
-    service: Service,
-    wanted: R | None,
-    format: str | None,
-    open_feed: Callable[[R], Awaitable[AnyFeed]],
-) -> Response:
-    """Return the answer to a request for a feed; 204 if ``wanted`` is None, since it has ended before."""
-    if wanted is None:
-        return Response(status_code=204)
-    encoding = choose(request.headers.get("accept", ""), format)
-    return FeedResponse(service, lambda: open_feed(wanted), encoding, bool(request.headers.get("last-event-id")))
-
-
-def follow_logs(
-    request: Request,
-    view: LogService,
-    names: tuple[str, ...],
-    parameters: FeedParameters,
-    last_event_id: str | None,
-) -> Response:
-    """Return the answer to a request for a feed over logs of a view."""
-    wanted = make_request(names, parameters, now_ms=now_ms(), last_event_id=last_event_id)
-    return answer_feed(request, view.service, wanted, parameters.format, view.open)
-
-
-class _Delivery:
-    """One feed on its way to one client."""
-
-    def __init__(self, service: Service, encoding: Encoding, send: Send) -> None:
-        serve = service.settings.serve
-        self._metrics = service.metrics
-        self._encoding = encoding
-        self._send = send
-        self._limit = serve.coalesce_bytes
-        self._wait_s = serve.coalesce_wait.total_seconds()
-        self._heartbeat_s = serve.heartbeat.total_seconds()
-        self._send_timeout_s = serve.send_timeout.total_seconds()
-        self._retry_ms = round(serve.retry.total_seconds() * 1000)
-        self._parts: list[bytes] = []
-        self._size = 0
-        self._over = False
-        """True if nothing more is read from the feed."""
-        self._gone = False
-        self._filled = asyncio.Event()
-        self._full = asyncio.Event()
-        self._room = asyncio.Event()
 
     def stop(self) -> None:
         """End soon, with a farewell that lets the client come back."""
         if not self._over:
             self._last(self._encoding.farewell(self._retry_ms))
 
-    async def run(self, feed: AnyFeed, cursor: str | None, scope: Scope, receive: Receive) -> None:
+    async def _deliver(self, feed: AnyFeed, cursor: str | None, scope: Scope, receive: Receive) -> None:
         """Deliver until the feed ends, the client goes, or the service stops."""
         pulling = asyncio.create_task(self._pull(feed))
         listening = asyncio.create_task(self._listen(receive))
@@ -382,6 +340,32 @@ class _Delivery:
             async with asyncio.timeout(timeout_s):
                 await event.wait()
         return event.is_set()
+
+
+def answer_feed(
+    request: Request,
+    service: Service,
+    wanted: R | None,
+    format: str | None,
+    open_feed: Callable[[R], Awaitable[AnyFeed]],
+) -> Response:
+    """Return the answer to a request for a feed; 204 if ``wanted`` is None, since it has ended before."""
+    if wanted is None:
+        return Response(status_code=204)
+    encoding = choose(request.headers.get("accept", ""), format)
+    return FeedResponse(service, lambda: open_feed(wanted), encoding, bool(request.headers.get("last-event-id")))
+
+
+def follow_logs(
+    request: Request,
+    view: LogService,
+    names: tuple[str, ...],
+    parameters: FeedParameters,
+    last_event_id: str | None,
+) -> Response:
+    """Return the answer to a request for a feed over logs of a view."""
+    wanted = make_request(names, parameters, now_ms=now_ms(), last_event_id=last_event_id)
+    return answer_feed(request, view.service, wanted, parameters.format, view.open)
 
 
 class Speaker(Protocol):

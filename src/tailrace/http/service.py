@@ -1,12 +1,16 @@
 """The service: what all requests share, and one part for each view that shares more among its own requests.
 
 The service starts without Valkey and Kafka. A request that needs one of them is answered with 503 until it is there.
+
+Every error leaves the service as ``application/problem+json`` (RFC 9457), with a stable code. One that Tailrace raises
+on purpose says what happened and what to do. Any other is for the log: the client learns only that it happened.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
@@ -14,7 +18,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from tailrace.config.settings import Settings
-from tailrace.errors import Overloaded, StoreUnavailable, TailraceError
+from tailrace.errors import Overloaded, StoreUnavailable, TailraceError, UsageError
 from tailrace.kafka.produce import TopicWriter
 from tailrace.log.feed import LogFeeds
 from tailrace.log.hub import Hub
@@ -193,3 +197,18 @@ def connected(part: T | None) -> T:
 
 def now_ms() -> int:
     return time.time_ns() // 1_000_000
+
+
+def problem_of(error: Exception) -> dict[str, Any]:
+    """Return the members of an error's problem document; facts that a caller can use are members of their own."""
+    if not isinstance(error, TailraceError):
+        return problem("internal", "Internal error", 500, "something went wrong in the service; its log says what")
+    title = re.sub(r"(?<!^)(?=[A-Z])", " ", type(error).__name__).capitalize()
+    document = problem(error.code, title, error.status, str(error), error.retryable)
+    facts = vars(error) if isinstance(error, UsageError) else {}
+    return {**{name: value for name, value in facts.items() if isinstance(value, str | int)}, **document}
+
+
+def problem(code: str, title: str, status: int, detail: str, retryable: bool = False) -> dict[str, Any]:
+    kind = f"urn:tailrace:{code}"
+    return {"type": kind, "title": title, "status": status, "detail": detail, "code": code, "retryable": retryable}

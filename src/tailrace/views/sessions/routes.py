@@ -44,9 +44,8 @@ from tailrace.api.requests import MAX_SESSIONS, Parameters, RtaParameters, Sessi
 from tailrace.errors import BadRequest, SessionNotFound, TailraceError
 from tailrace.http.delivery import answer_feed, converse
 from tailrace.http.openapi import Responses, answer, feed, reference, text
-from tailrace.http.problems import problem_of
 from tailrace.http.routing import LastEventId, Routes, admit, decoded, part, read_parameters
-from tailrace.http.service import Service, ViewService, now_ms
+from tailrace.http.service import Service, ViewService, now_ms, problem_of
 from tailrace.kafka.broker import BrokerTopics, Records, client_properties
 from tailrace.log.cursor import BEGINNING, FromEnd, FromStart, id_text
 from tailrace.log.event import iso_time
