@@ -8,7 +8,8 @@ Spark, Kafka or a web framework installed. Every hook but ``plan`` has a default
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from tailrace.errors import BadRequest
 
@@ -96,3 +97,25 @@ class View(ABC):
     def jobs(self, settings: Settings) -> Jobs:
         """Return the jobs of this view beside pack, sweep and audit. They get a thread of their own."""
         return {}
+
+
+class FolderView(View):
+    """A view that is a folder: some of its hooks are found by the names of its files.
+
+    ``routes.py`` has ``routes``, and in ``PART`` the class of the view's part of the service; ``cli.py`` has
+    ``add_commands``.
+    """
+
+    def _layer(self, name: str) -> Any:
+        return import_module(f"{type(self).__module__}.{name}")
+
+    def routes(self) -> APIRouter:
+        found: APIRouter = self._layer("routes").routes.router
+        return found
+
+    def open(self, service: Service) -> ViewService:
+        found: ViewService = self._layer("routes").PART(service)
+        return found
+
+    def commands(self, app: typer.Typer) -> None:
+        self._layer("cli").add_commands(app)

@@ -34,7 +34,7 @@ from tailrace.api.answers import Closing
 from tailrace.api.requests import FeedParameters
 from tailrace.errors import TailraceError
 from tailrace.http.service import LogService, Service, now_ms, problem_of
-from tailrace.log.request import AnyFeed, AnyFrame, Batch, ControlFrame, EventFrame, make_request
+from tailrace.log.request import AnyFeed, AnyFrame, AnyRequest, Batch, ControlFrame, EventFrame, make_request
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", "Vary": "Acc
 _REASON_BYTES = 123
 """Size of the reason in a close frame."""
 
-R = TypeVar("R")
+R = TypeVar("R", bound=AnyRequest)
 
 
 class Encoding(ABC):
@@ -343,16 +343,12 @@ class FeedResponse(Response):
 
 
 def answer_feed(
-    request: Request,
-    service: Service,
-    wanted: R | None,
-    format: str | None,
-    open_feed: Callable[[R], Awaitable[AnyFeed]],
+    request: Request, service: Service, wanted: R | None, open_feed: Callable[[R], Awaitable[AnyFeed]]
 ) -> Response:
     """Return the answer to a request for a feed; 204 if ``wanted`` is None, since it has ended before."""
     if wanted is None:
         return Response(status_code=204)
-    encoding = choose(request.headers.get("accept", ""), format)
+    encoding = choose(request.headers.get("accept", ""), wanted.parameters.format)
     return FeedResponse(service, lambda: open_feed(wanted), encoding, bool(request.headers.get("last-event-id")))
 
 
@@ -365,7 +361,7 @@ def follow_logs(
 ) -> Response:
     """Return the answer to a request for a feed over logs of a view."""
     wanted = make_request(names, parameters, now_ms=now_ms(), last_event_id=last_event_id)
-    return answer_feed(request, view.service, wanted, parameters.format, view.open)
+    return answer_feed(request, view.service, wanted, view.open)
 
 
 class Speaker(Protocol):

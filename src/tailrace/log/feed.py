@@ -358,11 +358,8 @@ class LogReader:
     """Reads one log from a position on: each event once and in order, events that are gone as a Gap."""
 
     def __init__(self, logs: Logs, name: str, position: Position, live_end: LiveEnd) -> None:
-        self.name = name
-        self.position = position
-        self._logs = logs
-        self._live_end = live_end
-        self._era = live_end.era
+        self.name, self.position = name, position
+        self._logs, self._live_end, self._era = logs, live_end, live_end.era
         self._index: int | None = None
         self._count = 4
         self.is_at_end = False

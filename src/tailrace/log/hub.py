@@ -37,9 +37,7 @@ class Hub:
     """The shared reader of one view's logs. Use as ``async with``: its tasks end with it."""
 
     def __init__(self, nodes: Nodes, logs: Logs, ring_bytes: int = 64 << 20) -> None:
-        self._nodes = nodes
-        self._logs = logs
-        self._ring_bytes = ring_bytes
+        self._nodes, self._logs, self._ring_bytes = nodes, logs, ring_bytes
         self._live_ends: dict[str, LiveEnd] = {}
         self._touched: set[str] = set()
         self._work = asyncio.Event()

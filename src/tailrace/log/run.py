@@ -131,7 +131,6 @@ class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
         values: list[bytes],
         tag_columns: TagColumns | None = None,
     ) -> Run:
-        """Make a run from plain columns."""
         first = times[0]
         return cls(
             partition.topic,

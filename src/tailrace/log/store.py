@@ -47,11 +47,8 @@ class Logs:
 
     def __init__(self, nodes: Nodes, view: str, piece_runs: int | None = None) -> None:
         """``piece_runs``: number of runs in a packed piece; None if pieces are so large that one is enough per read."""
-        self._nodes = nodes
-        self._keys = nodes.keys
-        self._count = nodes.options.shards
-        self.view = view
-        self._piece_runs = piece_runs
+        self._nodes, self._keys, self._count = nodes, nodes.keys, nodes.options.shards
+        self.view, self._piece_runs = view, piece_runs
 
     def shard_of(self, name: str) -> int:
         return shard_of(name, self._count)
@@ -122,9 +119,7 @@ class LogRegistry:
     """The logs of one view, for upkeep."""
 
     def __init__(self, shards: Shards, view: str) -> None:
-        self._shards = shards
-        self._keys = shards.keys
-        self.view = view
+        self._shards, self._keys, self.view = shards, shards.keys, view
 
     def walk(self, wanted: Callable[[str], bool] = lambda _: True) -> Iterator[NamedLog]:
         """Yield every log whose name is wanted, shard by shard, in the order of the names' bytes.
@@ -184,10 +179,7 @@ class Staging:
     """Changes the logs of one view, under one lease."""
 
     def __init__(self, shards: Shards, view: str, token: int) -> None:
-        self._shards = shards
-        self._keys = shards.keys
-        self.view = view
-        self.token = token
+        self._shards, self._keys, self.view, self.token = shards, shards.keys, view, token
 
     def stage(self, pieces: Sequence[PackedPiece]) -> None:
         """Write pieces aside, in order for each segment; the first piece of a segment discards earlier ones."""
@@ -304,7 +296,6 @@ class PackedPiece(msgspec.Struct, frozen=True):
 
     @property
     def id(self) -> str:
-        """Id of its entry in the stream."""
         return f"{self.last}-{self.events}"
 
 
@@ -341,7 +332,6 @@ _ints = msgspec.msgpack.Decoder(list[int]).decode
 
 
 def read_log(answer: Any) -> Log:
-    """Read the answer to HGETALL of a log's hash."""
     fields = mapping(answer)
     if b"i" not in fields:
         return Log()
@@ -359,7 +349,6 @@ def read_log(answer: Any) -> Log:
 
 
 def read_row(index: int, stored: bytes) -> Segment:
-    """Read the row of a closed segment."""
     b, w, e, f, l, c, z, t, raw, state, *rest = _ints(stored)  # noqa: E741
     replaced = iter(rest)
     return Segment(index, b, w, e, f, l, c, z, t, raw, state, tuple(zip(replaced, replaced, replaced, strict=True)))

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tailrace.view import View
+from tailrace.view import FolderView
 
 if TYPE_CHECKING:
-    import typer
-    from fastapi import APIRouter
-
     from tailrace.config.settings import Settings
-    from tailrace.http.service import Service, ViewService
     from tailrace.upkeep.copy import ViewCopy
     from tailrace.upkeep.job import BucketSettings
     from tailrace.views.days.write import DaysPlan
 
 
-class DaysView(View):
+class DaysView(FolderView):
     """The view of day streams."""
 
     name = "days"
@@ -27,21 +23,6 @@ class DaysView(View):
         from tailrace.views.days.write import DaysPlan
 
         return DaysPlan.of(settings)
-
-    def routes(self) -> APIRouter:
-        from tailrace.views.days.routes import routes
-
-        return routes.router
-
-    def open(self, service: Service) -> ViewService:
-        from tailrace.views.days.routes import DaysService
-
-        return DaysService(service)
-
-    def commands(self, app: typer.Typer) -> None:
-        from tailrace.views.days.cli import add_commands
-
-        add_commands(app)
 
     def buckets(self, settings: Settings) -> BucketSettings:
         return settings.days

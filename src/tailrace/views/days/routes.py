@@ -109,7 +109,6 @@ class Largest:
         self._walks: dict[str, asyncio.Task[list[Stream]]] = {}
 
     async def aclose(self) -> None:
-        """Stop the walks."""
         walks = list(self._walks.values())
         for walk in walks:
             walk.cancel()
@@ -204,6 +203,7 @@ class DaysService(LogService):
         return {"streams_followed": self.followed}
 
 
+PART = DaysService
 DaysHere = Annotated[DaysService, part("days", DaysService)]
 Name = Annotated[
     str,

@@ -5,20 +5,16 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from tailrace.view import View
+from tailrace.view import FolderView
 
 if TYPE_CHECKING:
-    import typer
-    from fastapi import APIRouter
-
     from tailrace.config.settings import Settings
     from tailrace.driver.hooks import Start
-    from tailrace.http.service import Service, ViewService
     from tailrace.views.folds.driver import FoldsDriver
     from tailrace.views.folds.write import FoldsPlan
 
 
-class FoldsView(View):
+class FoldsView(FolderView):
     name = "folds"
 
     def plan(self, settings: Settings) -> FoldsPlan:
@@ -44,21 +40,6 @@ class FoldsView(View):
         rules = rules_of(settings).values()
         raw = {rule.raw: settings.kafka.new_topic_partitions for rule in rules if rule.raw}
         return raw | {rule.output: 1 for rule in rules}
-
-    def routes(self) -> APIRouter:
-        from tailrace.views.folds.routes import routes
-
-        return routes.router
-
-    def open(self, service: Service) -> ViewService:
-        from tailrace.views.folds.routes import FoldsService
-
-        return FoldsService(service)
-
-    def commands(self, app: typer.Typer) -> None:
-        from tailrace.views.folds.cli import add_commands
-
-        add_commands(app)
 
 
 VIEW = FoldsView()

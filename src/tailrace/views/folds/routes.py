@@ -350,6 +350,7 @@ class _Flush:
         return int(reached or 0)
 
 
+PART = FoldsService
 FoldsHere = Annotated[FoldsService, part(VIEW, FoldsService)]
 RuleName = Annotated[str, Path(description="Name of a rule of folds."), AfterValidator(decoded)]
 GROUP_BODY = json_body(GroupBody, {"group": {"account_id": "account_1"}})

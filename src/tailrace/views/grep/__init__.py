@@ -5,21 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tailrace.errors import BadRequest
-from tailrace.view import View
+from tailrace.view import FolderView
 
 if TYPE_CHECKING:
-    import typer
-    from fastapi import APIRouter
-
     from tailrace.config.settings import Settings
-    from tailrace.http.service import Service, ViewService
     from tailrace.upkeep.copy import ViewCopy
     from tailrace.upkeep.job import BucketSettings
     from tailrace.views.grep.driver import GrepDriver
     from tailrace.views.grep.write import GrepPlan
 
 
-class GrepView(View):
+class GrepView(FolderView):
     name = "matches"
 
     def plan(self, settings: Settings) -> GrepPlan:
@@ -31,21 +27,6 @@ class GrepView(View):
         from tailrace.views.grep.driver import GrepDriver
 
         return GrepDriver(self.plan(settings))
-
-    def routes(self) -> APIRouter:
-        from tailrace.views.grep.routes import routes
-
-        return routes.router
-
-    def open(self, service: Service) -> ViewService:
-        from tailrace.views.grep.routes import GrepService
-
-        return GrepService(service)
-
-    def commands(self, app: typer.Typer) -> None:
-        from tailrace.views.grep.cli import add_commands
-
-        add_commands(app)
 
     piece_events = 1_000
     """A match is a few bytes, and a reader that wants one decodes a whole piece."""

@@ -105,6 +105,7 @@ class GrepService(LogService):
         return {"searches": await self.figures()}
 
 
+PART = GrepService
 GrepHere = Annotated[GrepService, part(VIEW, GrepService)]
 SearchId = Annotated[str, Path(description="Id of a search, as the list of searches has it."), AfterValidator(decoded)]
 GREP_BODY = json_body(GrepBody, {"topics": "orders-.*", "q": {"total": {"$gt": 100}}, "from": "-1h"})
@@ -143,7 +144,7 @@ def _follow(
     within = topics_of(grep.settings, request)
     search = make_search(parameters.topics, query, key, grep.settings.query_limits).narrowed(within)
     wanted = make_grep_request(search, parameters, now_ms=now_ms(), last_event_id=last_event_id)
-    return answer_feed(request, grep.service, wanted, parameters.format, lambda wanted: grep.feeds.open(wanted))
+    return answer_feed(request, grep.service, wanted, lambda wanted: grep.feeds.open(wanted))
 
 
 @routes.post("/v1/grep/explain", 400, 413, 503, body=EXPLAIN_BODY, narrowed=True)
@@ -247,7 +248,6 @@ async def _read_searches(grep: GrepService, ids: Sequence[str]) -> list[SearchSt
 async def _scanned(
     grep: GrepService, lives: Sequence[SearchLife], lists: Sequence[Sequence[Stretch]], done: Sequence[set[int]]
 ) -> dict[tuple[str, int], StretchStatus]:
-    """Return the progress of each stretch of each life."""
     keys, logs = grep.nodes.keys, grep.logs
     wanted = [
         (life, stretch, stretch.number in over)

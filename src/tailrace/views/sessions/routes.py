@@ -105,6 +105,7 @@ class SessionsService(ViewService):
         return {"trim": sessions.trim_every, "abandon": sessions.trim_every, "forget": sessions.forget_every}
 
 
+PART = SessionsService
 SessionsHere = Annotated[SessionsService, part("sessions", SessionsService)]
 PAGE = text("text/html")
 SESSION_FEED = feed(
@@ -184,7 +185,7 @@ async def follow_session(
 ) -> Response:
     """Follow a session's samples and events: from anywhere, then live; resumable after every burst."""
     wanted = make_session_request(identity, parameters, now_ms=now_ms(), last_event_id=last_event_id)
-    return answer_feed(request, sessions.service, wanted, parameters.format, partial(SessionFeed.open, sessions.parts))
+    return answer_feed(request, sessions.service, wanted, partial(SessionFeed.open, sessions.parts))
 
 
 MOST_CHANNELS, MOST_PATTERNS = 1_000, 50
@@ -510,3 +511,7 @@ def _instant(text: str) -> str:
         return found.isoformat(timespec="microseconds")
     except (ValueError, OverflowError):
         return text
+
+
+for _more in (pages, rta):
+    routes.router.routes.extend(_more.router.routes)

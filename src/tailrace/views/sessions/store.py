@@ -322,7 +322,9 @@ class SessionStore:
             args: list[Arg] = [write.writer, write.seen, write.mark, len(write.changes)]
             for change in write.changes:
                 value = (change.version or new_version()) + change.value
-                opened = change.number if _is_opened(write, change) else ""
+                fields = change.fields
+                by_this = fields.get("writer") == write.writer and int(fields.get("opened", NOTHING)) > write.seen
+                opened = change.number if by_this else ""
                 args += (change.identity, change.seen[:VERSION_BYTES], value, opened)
             for number, data in write.entries:
                 args += (number, data)
@@ -356,11 +358,6 @@ class SessionStore:
         keys = [self._keys.config(name) for name in names]
         answers = self.shards.run_keyed([(key, ("GET", key)) for key in keys])
         return {name: answer for name, answer in zip(names, answers, strict=True) if answer is not None}
-
-
-def _is_opened(write: Write, change: SessionChange) -> bool:
-    """Return True if a record of this write opened the session."""
-    return change.fields.get("writer") == write.writer and int(change.fields.get("opened", NOTHING)) > write.seen
 
 
 AT_ONCE = 8 << 20

@@ -66,7 +66,6 @@ class SessionPlan(msgspec.Struct, frozen=True):
         return SessionsWriter(plan.store.shards, self, plan.dead_letters)
 
     def stream_of(self, partition: Partition) -> str:
-        """Return the name of the stream of a partition's sessions."""
         return self.stream.replace("{topic}", partition.topic).replace("{partition}", str(partition.partition))
 
 
@@ -204,7 +203,9 @@ class SessionsWriter(Writer):
             if builder.notes:
                 name = _notes_name(writer)
                 seen, version = known.renew(name)
-                value = _encode_notes(name, stream, writer, builder.all_notes())
+                notes = builder.all_notes()
+                text = msgspec.json.encode(list(notes.items())).decode()
+                value = Session(name, stream, 0, "0-0", "closed", "{}", text, writer, max(notes), 0).encode()
                 draft = draft._replace(notes=SessionChange(name, 0, seen, value, (0, 0, 0), {}, version))
             drafts.append(draft)
         return Window(builder.home, end, builder.items(), rows=drafts)
@@ -318,11 +319,6 @@ _decode = msgspec.json.Decoder(list[tuple[int, RecordOutcome]]).decode
 
 def _notes_name(writer: str) -> str:
     return f"\0{writer}"
-
-
-def _encode_notes(name: str, stream: str, writer: str, notes: Mapping[int, RecordOutcome]) -> bytes:
-    text = msgspec.json.encode(list(notes.items())).decode()
-    return Session(name, stream, 0, "0-0", "closed", "{}", text, writer, max(notes), 0).encode()
 
 
 def _decode_notes(value: bytes) -> dict[int, RecordOutcome]:

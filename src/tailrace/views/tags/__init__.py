@@ -5,20 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tailrace.errors import BadRequest, PrerequisiteMissing
-from tailrace.view import View
+from tailrace.view import FolderView
 
 if TYPE_CHECKING:
-    import typer
-    from fastapi import APIRouter
-
     from tailrace.config.settings import Settings
-    from tailrace.http.service import Service, ViewService
     from tailrace.upkeep.copy import ViewCopy
     from tailrace.upkeep.job import BucketSettings
     from tailrace.views.tags.write import TagsDriver, TagsPlan
 
 
-class TagsView(View):
+class TagsView(FolderView):
     name = "tags"
     is_copy = True
 
@@ -31,21 +27,6 @@ class TagsView(View):
         from tailrace.views.tags.write import TagsDriver
 
         return TagsDriver(self.plan(settings))
-
-    def routes(self) -> APIRouter:
-        from tailrace.views.tags.routes import routes
-
-        return routes.router
-
-    def open(self, service: Service) -> ViewService:
-        from tailrace.views.tags.routes import TagsService
-
-        return TagsService(service)
-
-    def commands(self, app: typer.Typer) -> None:
-        from tailrace.views.tags.cli import add_commands
-
-        add_commands(app)
 
     def buckets(self, settings: Settings) -> BucketSettings | None:
         return None if settings.tags.store == "cassandra" else settings.tags

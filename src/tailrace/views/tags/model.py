@@ -299,11 +299,10 @@ class FromStoreCursor(msgspec.Struct, frozen=True):
 class TagRequest(FeedRequest, frozen=True, kw_only=True):
     """A feed over one or several tags; ``names`` are the tags in the order of the request."""
 
+    parameters: TagFeedParameters
     start: Start | FromStoreCursor  # type: ignore[assignment]
     mode: Literal["any", "all"] = "any"
     query: ValueFilter | None = None
-    client: str | None = None
-    """Name of the reader, under which its position is stored."""
 
 
 def make_tag_request(
@@ -344,8 +343,7 @@ def make_tag_request(
     plain = make_request(logs, parameters, now_ms=now_ms, last_event_id=last_event_id)
     if plain is None:
         return None
-    fields = {name: getattr(plain, name) for name in FeedRequest.__struct_fields__}
-    fields["names"] = tags
+    fields = msgspec.structs.asdict(plain) | {"names": tags}
     if cursor:
         text, tilde, state = cursor.strip().partition("~")
         if len(cursor) > MAX_CURSOR_BYTES or not _STORE_CURSOR.fullmatch(text):
@@ -358,7 +356,7 @@ def make_tag_request(
     elif isinstance(plain.start, FromCursor):
         # A request that began at a time shows nothing older, also when another one continues from its cursor.
         fields["since_ms"] = plain.start.cursor.since_ms
-    return TagRequest(**fields, mode=mode, query=matches, client=client)  # type: ignore[arg-type]
+    return TagRequest(**fields, mode=mode, query=matches)  # type: ignore[arg-type]
 
 
 class TagFilter:

@@ -13,6 +13,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Annotated
 from uuid import UUID
 
@@ -85,6 +86,7 @@ class TagsService(LogService):
         return [ReaderFigures(each.client, ",".join(each.tags), each.lag_s) for each in await inspect_readers(self)]
 
 
+PART = TagsService
 TagsHere = Annotated[TagsService, part(VIEW, TagsService)]
 TagName = Annotated[
     str,
@@ -151,7 +153,7 @@ def _follow(
     last_event_id: str | None,
 ) -> Response:
     wanted = _request(view, tags, mode, parameters, last_event_id)
-    return answer_feed(request, view.service, wanted, parameters.format, lambda wanted: _open(view, wanted, parameters))
+    return answer_feed(request, view.service, wanted, partial(_open, view))
 
 
 def _request(
@@ -168,15 +170,16 @@ def _request(
     )
 
 
-async def _open(view: TagsService, wanted: TagRequest, parameters: TagFeedParameters) -> AnyFeed:
+async def _open(view: TagsService, wanted: TagRequest) -> AnyFeed:
     """Open a feed; at the position of its reader, if the reader has a name and brings no cursor."""
-    if wanted.client is None:
+    client = wanted.parameters.client
+    if client is None:
         return await view.store.open(wanted)
     store, tags, mode = view.settings.tags.store, wanted.names, wanted.mode
-    reader = ReaderIdentity(wanted.client, mode, tags)
+    reader = ReaderIdentity(client, mode, tags)
     known = await view.readers.find(reader)
     if known is not None and known.store == store and not isinstance(wanted.start, FromCursor | FromStoreCursor):
-        after = msgspec.structs.replace(parameters, after=known.cursor)
+        after = msgspec.structs.replace(wanted.parameters, after=known.cursor)
         wanted = _request(view, tags, mode, after, None) or wanted
     feed = NamedFeed(await view.store.open(wanted), view.readers, reader, store, known, now_ms)
     await feed.save()  # so that a reader that returns before its first event does not start at a later end

@@ -91,7 +91,6 @@ def _refuse_stale(answers: Sequence[Any], epoch: int) -> None:
 
 
 def read_floors(shards: Shards, wanted: Sequence[int]) -> list[dict[Partition, int]]:
-    """Return the floors of partitions in each of these shards."""
     return list(map(_floors, shards.run_all([(s, ("HGETALL", shards.keys.times(s, VIEW))) for s in wanted])))
 
 

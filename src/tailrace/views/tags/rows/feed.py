@@ -179,7 +179,6 @@ class CassandraTags(TagStore):
     async def _committed(
         self, tag: str, levels: Levels, pages: AsyncGenerator[list[R], None]
     ) -> AsyncGenerator[list[R], None]:
-        """Yield the committed rows of pages."""
         known = PartitionLevels()
         known.renew(levels.marks, levels.floors)
         async with aclosing(pages):

@@ -290,8 +290,6 @@ class RestoreItem(NamedTuple):
 
 
 class ExistingRow(RowKey, frozen=True, kw_only=True, array_like=True):
-    """A row of the store."""
-
     prints: tuple[int, int]
     carried: tuple[int, Body] | None
     """Time and contents, if Kafka no longer has the record."""
@@ -425,7 +423,6 @@ def _sort_out(group: Iterable[RestoreItem], erased: Erasures) -> tuple[list[Exis
 
 
 def _surveyed(plan: RebuildPlan, store: CassandraSettings, tags: list[str]) -> Iterator[pa.RecordBatch]:
-    """Yield the items of tags, in a task."""
     if not tags:
         return
     with closing(plan.work.open()) as shards, RowWalk(store) as rows:
