@@ -325,7 +325,7 @@ class GrepFeed(OpenFeed):
             # Records written until now may still be on their way.
             self._closing, self._at_ends = True, False
             self._ends = await self._current_ends()
-            return frames
+            return frames or await self._next()
         return [*frames, *self._end("until" if self._until_ms is not None else "caught-up")]
 
     async def _is_last(self) -> bool:

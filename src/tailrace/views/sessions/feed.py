@@ -197,8 +197,11 @@ class SessionFeed(OpenFeed):
 
     async def _next(self) -> list[AnyFrame]:
         self._wake.clear()
-        if self._life is None and not await self._appears():
-            return []
+        if self._life is None and not await self._find():
+            if self._parameters.follow:
+                return []
+            self._ended = True
+            return [ControlFrame("end", "", _encode({"reason": "caught-up", "events": 0}))]
         return await self._gather() + await self._controls()
 
     async def _wait(self) -> None:
@@ -217,15 +220,11 @@ class SessionFeed(OpenFeed):
 
     async def _begin(self) -> None:
         """Join the session, if it exists, and read its first entries."""
-        located = await self._parts.live.get(self._request.identity)
-        if located is None or located.json is None:
-            if self._parameters.missing == "fail":
-                raise SessionNotFound(
-                    f"no session is called {self._request.identity!r}: see the list of sessions, or wait for it with "
-                    "missing=wait"
-                )
-            return
-        await self._join(located, self._request.start)
+        if not await self._find() and self._parameters.missing == "fail":
+            raise SessionNotFound(
+                f"no session is called {self._request.identity!r}: see the list of sessions, or wait for it with "
+                "missing=wait"
+            )
         while self._life is not None and (lost := await self._life.fill()) is not None:
             if await self._resumes(self._life, lost):
                 continue
@@ -233,16 +232,13 @@ class SessionFeed(OpenFeed):
                 raise lost.error(self._request.identity)
             break
 
-    async def _appears(self) -> bool:
+    async def _find(self) -> bool:
+        """Join the session; return False if it is not there yet."""
         located = await self._parts.live.get(self._request.identity)
-        if located is not None and located.json is not None:
-            await self._join(located, self._request.start)
-            return True
-        if not self._parameters.follow:
-            self._caught_up = self._ended = True
-            self._pending.append(ControlFrame("end", "", _encode({"reason": "caught-up", "events": 0})))
-            return True
-        return False
+        if located is None or located.json is None:
+            return False
+        await self._join(located, self._request.start)
+        return True
 
     async def _join(self, located: Located, start: SessionStart, is_latest: bool = True) -> None:
         """Follow the session from a start on: its latest life, or without ``is_latest`` this one."""
