@@ -353,11 +353,7 @@ def answer_feed(
 
 
 def follow_logs(
-    request: Request,
-    view: LogService,
-    names: tuple[str, ...],
-    parameters: FeedParameters,
-    last_event_id: str | None,
+    request: Request, view: LogService, names: tuple[str, ...], parameters: FeedParameters, last_event_id: str | None
 ) -> Response:
     """Return the answer to a request for a feed over logs of a view."""
     wanted = make_request(names, parameters, now_ms=now_ms(), last_event_id=last_event_id)

@@ -194,10 +194,7 @@ class Health:
 
     async def _ask(self) -> tuple[list[PartStatus], dict[str, dict[str, Any]]]:
         reports: dict[str, dict[str, Any]] = {}
-        kafka, valkey = await asyncio.gather(
-            _part("kafka", self._kafka()),
-            _part("valkey", self._valkey(reports)),
-        )
+        kafka, valkey = await asyncio.gather(_part("kafka", self._kafka()), _part("valkey", self._valkey(reports)))
         return [kafka, valkey, self._pipeline(reports, valkey)], reports
 
     async def _kafka(self) -> str:

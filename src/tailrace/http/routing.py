@@ -198,11 +198,7 @@ def part(view: str, kind: type[ViewService]) -> Any:
 
 
 def read_parameters(kind: type[P], query: QueryParams) -> P:
-    """Read the query parameters of a URL.
-
-    Raises:
-        BadRequest: A parameter is unknown, missing or cannot be read; or a feed's is given twice.
-    """
+    """Read the query parameters of a URL; BadRequest if one is unknown, missing, unreadable, or repeated in a feed."""
     fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
     values: dict[str, Any] = {}
     complaints: list[str] = []
@@ -275,11 +271,7 @@ async def body_of(service: Service, request: Request) -> AsyncIterator[bytes]:
 
 
 def topics_of(settings: Settings, request: HTTPConnection) -> str:
-    """Return the regular expression of the topics that the user of a request may search; empty for all.
-
-    Raises:
-        AccessDenied: The request names no user, or one without topics.
-    """
+    """Return a regular expression of the topics that the user may search, empty for all; AccessDenied without any."""
     serve = settings.serve
     if not serve.user_header:
         return EVERYTHING

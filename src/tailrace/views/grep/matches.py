@@ -212,11 +212,7 @@ class Payloads:
         await self._consumers.close()
 
     async def frames(
-        self,
-        partition: Partition,
-        offsets: Sequence[int],
-        shelf: str,
-        ahead: Callable[[], Iterable[int]] = tuple,
+        self, partition: Partition, offsets: Sequence[int], shelf: str, ahead: Callable[[], Iterable[int]] = tuple
     ) -> Mapping[int, bytes]:
         """Return the frames of records of one partition by ascending offset, without those that are gone.
 

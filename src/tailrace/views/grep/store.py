@@ -125,10 +125,7 @@ class Searches:
     async def stretches(self, life: SearchLife) -> tuple[list[Stretch], set[int]]:
         """Return the stretches of a life in the order of their requests, and the numbers of those scanned."""
         listed, done = await self._nodes.read_all(
-            [
-                (0, ("LRANGE", self._keys.stretches(life.name), 0, -1)),
-                (0, ("SMEMBERS", self._keys.scanned(life.name))),
-            ]
+            [(0, ("LRANGE", self._keys.stretches(life.name), 0, -1)), (0, ("SMEMBERS", self._keys.scanned(life.name)))]
         )
         return [decode_stretch(stored) for stored in listed], {int(number) for number in done}
 

@@ -476,9 +476,7 @@ class Catalogue:
     def publish(self, identifier: str, config: msgspec.Raw) -> bytes:
         """Remember a configuration that is about to be published; return its text.
 
-        Raises:
-            BadConfiguration: It is invalid.
-            ValueError: It has no identifier, or that of another one.
+        BadConfiguration if it is invalid, ValueError if it has no identifier, or that of another one.
         """
         if not identifier:
             raise ValueError("a configuration without an identifier")

@@ -170,10 +170,8 @@ class SessionFeed(OpenFeed):
     async def open(cls, parts: SessionParts, request: SessionRequest, form: Form = as_json) -> SessionFeed:
         """Check the request against the session and find its start, before anything is sent.
 
-        Raises:
-            SessionNotFound: There is no such session, and the request does not wait.
-            BadRequest: It lacks a requested channel.
-            CursorGone: The start is gone, and the request wants no gaps.
+        SessionNotFound if the request does not wait for it, BadRequest if it lacks a requested channel, CursorGone if
+        the start is gone and the request wants no gaps.
         """
         return await cls(parts, request, form).begin()
 

@@ -134,20 +134,12 @@ class SessionLife:
 
     @classmethod
     async def join(
-        cls,
-        parts: SessionParts,
-        located: Located,
-        request: SessionRequest,
-        waiter: asyncio.Event,
-        is_latest: bool = True,
+        cls, parts: SessionParts, located: Located, request: SessionRequest, waiter: asyncio.Event, is_latest: bool
     ) -> SessionLife:
         """Follow the stream of a session: read its end first, its hash then, until both are of the same life.
 
         Without ``is_latest`` this very life is meant, even if there is a later one: then all of it is in the stream,
-        and the end is read after that.
-
-        Raises:
-            BadRequest: Its configuration is known, and a requested channel is not in it.
+        and the end is read after that. BadRequest if its configuration is known, and lacks a requested channel.
         """
         while True:
             async with AsyncExitStack() as stack:
