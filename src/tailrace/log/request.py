@@ -161,10 +161,8 @@ class AnyFeed(Protocol):
     @property
     def cursor(self) -> str:
         """Cursor after the last frame; empty while there is none."""
-        ...
 
     def __aiter__(self) -> AsyncIterator[Sequence[AnyFrame]]: ...
 
     async def aclose(self) -> None:
         """Stop following."""
-        ...

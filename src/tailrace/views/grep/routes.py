@@ -134,16 +134,11 @@ async def search_by_body(
 
 
 def _follow(
-    request: Request,
-    grep: GrepService,
-    parameters: GrepParameters,
-    query: Any,
-    key: str | None,
-    last_event_id: str | None,
+    request: Request, grep: GrepService, parameters: GrepParameters, query: Any, key: str | None, last_id: str | None
 ) -> Response:
     within = topics_of(grep.settings, request)
     search = make_search(parameters.topics, query, key, grep.settings.query_limits).narrowed(within)
-    wanted = make_grep_request(search, parameters, now_ms=now_ms(), last_event_id=last_event_id)
+    wanted = make_grep_request(search, parameters, now_ms=now_ms(), last_event_id=last_id)
     return answer_feed(request, grep.service, wanted, lambda wanted: grep.feeds.open(wanted))
 
 

@@ -26,7 +26,7 @@ burst without unknown bytes; else the first that is a burst, preferably one whos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -59,6 +59,8 @@ from tailrace.views.sessions.telemetry import (
     nanoseconds,
     pack_values,
 )
+
+Longs: TypeAlias = npt.NDArray[np.int64]
 
 MAX_BURST = 1 << 20
 """Limit of the bytes of a burst before compression."""
@@ -157,13 +159,7 @@ def _frame(block: bytes) -> bytes:
     return b"".join(parts)
 
 
-_OPENERS: Mapping[str, Callable[[bytes], bytes]] = {
-    "block": _block,
-    "frame": _frame,
-    "sized": _sized,
-    "pickle": _pickle,
-    "plain": _plain,
-}
+_OPENERS = {"block": _block, "frame": _frame, "sized": _sized, "pickle": _pickle, "plain": _plain}
 
 
 def _exact(name: str, payload: memoryview, size: int) -> bytes:
@@ -228,7 +224,7 @@ def periodic(channel: int, start: int, interval: int, width: int, buffer: bytes,
 
 
 def timestamped(
-    channel: int, times: Sequence[int] | npt.NDArray[np.int64], width: int, buffer: bytes, target: int = TARGET
+    channel: int, times: Sequence[int] | Longs, width: int, buffer: bytes, target: int = TARGET
 ) -> list[bytes]:
     """Return messages of samples with times of their own, each of at most about ``target`` bytes.
 
@@ -301,15 +297,7 @@ def parts_of(kind: str, block: bytes, container: str) -> list[Any]:
     return [getattr(message, kind) for message in messages if message.WhichOneof("data") == kind]
 
 
-def _run(
-    channel: int,
-    at: npt.NDArray[np.int64],
-    steps: npt.NDArray[np.int64],
-    first: int,
-    last: int,
-    width: int,
-    buffer: bytes,
-) -> bytes:
+def _run(channel: int, at: Longs, steps: Longs, first: int, last: int, width: int, buffer: bytes) -> bytes:
     deltas = np.zeros(last - first, np.int64)
     own = steps[first : last - 1]
     scale = int(np.gcd.reduce(own)) or 1 if len(own) else 1
@@ -321,7 +309,7 @@ def _run(
     return _field(StreamData.TIMESTAMPED_DATA_FIELD_NUMBER, head.SerializeToString() + packed_deltas + samples)
 
 
-def _pieces(steps: npt.NDArray[np.int64], low: int, high: int, width: int, room: int) -> Iterator[tuple[int, int]]:
+def _pieces(steps: Longs, low: int, high: int, width: int, room: int) -> Iterator[tuple[int, int]]:
     """Cut samples in ascending order of time into slices that fit, with their deltas, into ``room`` bytes."""
     own = steps[low : high - 1]
     scale = int(np.gcd.reduce(own)) if len(own) else 0
@@ -369,7 +357,7 @@ def _varint(value: int) -> bytes:
     return bytes(parts)
 
 
-def _varints(values: npt.NDArray[np.int64]) -> bytes:
+def _varints(values: Longs) -> bytes:
     """Return the concatenated ``_varint`` of each value, vectorised; values are not negative."""
     most = _length(int(values.max()))
     if most == 1:
@@ -426,7 +414,7 @@ class Points(msgspec.Struct, gc=False):
     """Samples of one channel, each with its time."""
 
     channel: int
-    times: list[npt.NDArray[np.int64]]
+    times: list[Longs]
     width: int
     buffers: list[bytes]
     start: int
@@ -568,7 +556,7 @@ def _samples(part: Periodic | Timestamped, channel: Channel | None) -> tuple[byt
     return part.data, width
 
 
-def _array(times: Sequence[Time] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _array(times: Sequence[Time] | Longs) -> Longs:
     if isinstance(times, np.ndarray):
         return times
     if str in set(map(type, times)):
@@ -579,7 +567,7 @@ def _array(times: Sequence[Time] | npt.NDArray[np.int64]) -> npt.NDArray[np.int6
         raise BadSample("bad-time: a time does not fit into 64 bits") from None
 
 
-def _spread(part: Timestamped) -> npt.NDArray[np.int64]:
+def _spread(part: Timestamped) -> Longs:
     """Return the times that start, scale and deltas define."""
     start, scale = nanoseconds(part.start or 0), nanoseconds(part.scale)
     try:

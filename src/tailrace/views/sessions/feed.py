@@ -326,7 +326,7 @@ class SessionFeed(OpenFeed):
 
     def _take(self, item: LifeItem) -> None:
         request, joined, content, life = self._request, self._joined, item.content, self._life
-        if item.is_seam:
+        if item.position.in_stream and not item.before.in_stream:
             joined.add(self._thinner.flush())  # so that no cell lies on both sides of the seam, which may move
         is_seen = item.position <= self._position
         since, until = request.since, self._until_time

@@ -97,11 +97,6 @@ class LifeItem(msgspec.Struct, frozen=True):
     entry: StreamEntry | None = None
     """The entry, if it is shared by all viewers."""
 
-    @property
-    def is_seam(self) -> bool:
-        """True if the stream begins here, after Kafka."""
-        return self.position.in_stream and not self.before.in_stream
-
 
 class SessionLife:
     """A life of a session, read from some position on. Close ``stack`` when it is left."""

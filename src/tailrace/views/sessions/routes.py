@@ -435,11 +435,8 @@ async def rta_not_upgraded(identity: Identity) -> Response:
 @rta.get("/rta/v2/sessions", 400, 503, responses=answer(RtaSessions))
 async def rta_sessions(sessions: SessionsHere, parameters: RtaParameters) -> Response:
     """List sessions as clients of the telemetry protocol want them."""
-    shown = [
-        fields
-        for located in await sessions.live.listing(MAX_SESSIONS)
-        if (fields := session_fields(located)) is not None
-    ]
+    found = await sessions.live.listing(MAX_SESSIONS)
+    shown = [fields for located in found if (fields := session_fields(located)) is not None]
     path, _, order = parameters.sort.rpartition(":")
     shown.sort(key=lambda fields: sort_key(fields, path), reverse=order == "desc")
     begin = parameters.page_index * parameters.page_size

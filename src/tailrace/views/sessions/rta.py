@@ -181,11 +181,8 @@ class Viewer:
         self._spoke_ms = 0
         self._backfills: deque[_Backfill] = deque()
         self._span: tuple[int, int] | None = None
-        self._ticked = 0.0
-        self._ended = False
-        self._checked = 0.0
-        self._patience = 0.0
-        self._stopped = False
+        self._ticked = self._checked = self._patience = 0.0
+        self._ended = self._stopped = False
         self._waiter = asyncio.Event()
         self._clock = asyncio.get_running_loop().time
 

@@ -181,12 +181,7 @@ class Head(msgspec.Struct, frozen=True):
 
 
 _KINDS: dict[Any, type[Record]] = {kind.__struct_config__.tag: kind for kind in get_args(Record)}
-PARTS: dict[str, type[Any]] = {
-    "periodic": Periodic,
-    "timestamped": Timestamped,
-    "rows": SampleRow,
-    "events": TelemetryEvent,
-}
+PARTS: dict[str, Any] = {"periodic": Periodic, "timestamped": Timestamped, "rows": SampleRow, "events": TelemetryEvent}
 
 _decode = msgspec.json.Decoder(Record).decode
 _decode_head = msgspec.json.Decoder(Head).decode

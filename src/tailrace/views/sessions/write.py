@@ -157,14 +157,8 @@ class SessionsWriter(Writer):
         if state is None:
             return _uncovered(records, home, marks[home])
         known = self._streams[state.stream]
-        recorder = Recorder(
-            state.stream,
-            str(records.partition),
-            known.sessions,
-            known.elsewhere,
-            self._catalogue,
-            self._plan.store.burst,
-        )
+        writer, target = str(records.partition), self._plan.store.burst
+        recorder = Recorder(state.stream, writer, known.sessions, known.elsewhere, self._catalogue, target)
         windows: list[Window] = []
         builder = _WindowBuilder(records, self._topic, home, marks[home], state)
         # A partition that is new to its stream begins there at its count.
