@@ -34,6 +34,7 @@ from tailrace.api.answers import Closing
 from tailrace.api.requests import FeedParameters
 from tailrace.errors import TailraceError
 from tailrace.http.service import LogService, Service, now_ms, problem_of
+from tailrace.log.hub import woken
 from tailrace.log.request import AnyFeed, AnyFrame, AnyRequest, Batch, ControlFrame, EventFrame, make_request
 
 logger = logging.getLogger(__name__)
@@ -305,12 +306,12 @@ class FeedResponse(Response):
         await self._send_chunk(opening)
         sent = clock()
         while not self._gone:
-            if not await self._wait_for(self._filled, self._heartbeat_s):
+            if not await woken(self._filled, self._heartbeat_s):
                 await self._send_chunk(self._encoding.heartbeat)
                 continue
             pause = sent + self._wait_s - clock()
             if pause > 0 and not self._full.is_set():
-                await self._wait_for(self._full, pause)
+                await woken(self._full, pause)
             over = self._over
             chunk = b"".join(self._parts)
             self._parts.clear()
@@ -331,15 +332,6 @@ class FeedResponse(Response):
         message = {"type": "http.response.body", "body": chunk, "more_body": more}
         await send_in(self._send_timeout_s, self._send, message)
         self._metrics.bytes.inc(len(chunk))
-
-    @staticmethod
-    async def _wait_for(event: asyncio.Event, timeout_s: float) -> bool:
-        if event.is_set():
-            return True
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await event.wait()
-        return event.is_set()
 
 
 def answer_feed(

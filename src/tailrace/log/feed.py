@@ -20,7 +20,7 @@ import msgspec
 
 from tailrace.errors import CursorGone, StreamNotFound
 from tailrace.log.cursor import Cursor, FromCursor, FromEnd, FromLast, FromTime, Position
-from tailrace.log.hub import Hub, LiveEnd, SegmentEntry
+from tailrace.log.hub import Hub, LiveEnd, SegmentEntry, woken
 from tailrace.log.request import AnyFrame, AnyRequest, ControlFrame, EventFrame, FeedRequest, Moved
 from tailrace.log.run import NumberedRun
 from tailrace.log.segment import Gap, OrderKey, Segment, key_of, locate
@@ -120,15 +120,6 @@ class OpenFeed(ABC):
         """True if the feed ends as soon as it has caught up."""
         return not self._parameters.follow or self._left_s <= 0
 
-    async def _woken(self, timeout_s: float = inf) -> bool:
-        """Wait until there may be something; return False on a timeout."""
-        try:
-            async with asyncio.timeout(None if timeout_s == inf else timeout_s):
-                await self._wake.wait()
-        except TimeoutError:
-            return False
-        return True
-
     def _catch_up(self, data: bytes = b"{}") -> list[AnyFrame]:
         """Return the frame that says that the feed has caught up; it is sent once."""
         self._caught_up = True
@@ -218,7 +209,7 @@ class LogFeed(OpenFeed):
         return await self._merge() + self._controls()
 
     async def _wait(self) -> None:
-        await self._woken(max(LEAST_WAIT_S, self._left_s))
+        await woken(self._wake, max(LEAST_WAIT_S, self._left_s))
 
     async def _fill(self) -> None:
         """Read the logs that have no event ahead, so that the merge can compare all of them."""

@@ -15,6 +15,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
+from math import inf
 
 import msgspec
 
@@ -240,3 +241,13 @@ class SegmentEntry(msgspec.Struct, frozen=True, gc=False):
     def key(self) -> OrderKey:
         """Position after its last event."""
         return self.segment.index, self.entry.last
+
+
+async def woken(event: asyncio.Event, timeout_s: float = inf) -> bool:
+    """Wait for an event; return False if it takes longer."""
+    try:
+        async with asyncio.timeout(None if timeout_s == inf else timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True

@@ -6,7 +6,7 @@ Frames do not depend on the transport: SSE, WebSocket, HTTP and the command line
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Literal, Protocol, overload
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -140,11 +140,7 @@ class Batch(Sequence[EventFrame]):
     def __len__(self) -> int:
         return len(self.data)
 
-    @overload
-    def __getitem__(self, at: int) -> EventFrame: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[EventFrame]: ...
-    def __getitem__(self, at: int | slice) -> EventFrame | list[EventFrame]:
+    def __getitem__(self, at: int | slice) -> Any:
         if isinstance(at, slice):
             return [self[each] for each in range(*at.indices(len(self)))]
         number = range(self.first, self.first + len(self.data))[at]

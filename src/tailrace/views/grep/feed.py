@@ -24,7 +24,7 @@ from tailrace.kafka.broker import BrokerTopics, Topic
 from tailrace.log.cursor import FromEnd, FromLast, FromStart, FromTime, Position
 from tailrace.log.event import iso_time
 from tailrace.log.feed import LEAST_WAIT_S, LogReader, OpenFeed, before_time
-from tailrace.log.hub import Hub
+from tailrace.log.hub import Hub, woken
 from tailrace.log.request import AnyFrame, ControlFrame, Moved
 from tailrace.log.segment import Gap
 from tailrace.log.store import Logs
@@ -371,7 +371,7 @@ class GrepFeed(OpenFeed):
         settled = self._part == LIVE and self._at_ends and self._caught_up and self._until_ms is None
         # The pause is short at first, so that short scans show their end at once.
         pause_s = min(WAIT_S, max(LEAST_WAIT_S, (self._clock() - self._opened_ms) / 10_000))
-        await self._woken(inf if settled else pause_s)
+        await woken(self._wake, inf if settled else pause_s)
         self._lease.check()
         if self._progress is not None and (self._part != LIVE or self._newest is not None):
             self._pending = await self._history.progress(self._progress, self.cursor)

@@ -22,6 +22,7 @@ import numpy as np
 from tailrace.errors import SessionNotFound
 from tailrace.log.cursor import BEGINNING, EntryId, FromStart, id_text
 from tailrace.log.feed import BATCH_BYTES, LEAST_WAIT_S, OpenFeed
+from tailrace.log.hub import woken
 from tailrace.log.request import AnyFrame, ControlFrame, EventFrame, Moved
 from tailrace.views.sessions.life import Beginning, LifeItem, SessionLife, SessionParts, begin_life, recover_lost
 from tailrace.views.sessions.model import merge_session_json
@@ -205,12 +206,12 @@ class SessionFeed(OpenFeed):
     async def _wait(self) -> None:
         left_s = max(LEAST_WAIT_S, self._left_s)
         if self._life is None:
-            await self._woken(min(POLL_S, left_s))
+            await woken(self._wake, min(POLL_S, left_s))
         elif not self._life.is_read:
             await asyncio.sleep(0)  # there is more to read, and so far nothing to show
         else:
             silent_s = self._checked_at + (CHECK_S if self._ending_since is None else ENDING_S) - self._now()
-            if silent_s <= 0 or not await self._woken(min(silent_s, left_s)):
+            if silent_s <= 0 or not await woken(self._wake, min(silent_s, left_s)):
                 self._checked_at = self._now()  # also beside other sessions in the stream that are never silent
                 await self._check_session()
 

@@ -37,6 +37,7 @@ from tailrace.errors import BrokerUnavailable, CursorGone, StoreUnavailable, Tai
 from tailrace.kafka.broker import KafkaRecord, Records
 from tailrace.log.cursor import BEGINNING, EntryId, before, id_text
 from tailrace.log.event import Partition, poison
+from tailrace.log.hub import woken
 from tailrace.valkey.shards import mapping
 from tailrace.views.sessions.configuration import Catalogue
 from tailrace.views.sessions.model import PROGRAM, Recorder, Session
@@ -220,11 +221,8 @@ class StreamHub:
             self._readers[stream] = asyncio.create_task(self._read(tap), name=f"stream {stream}")
         tap.waiters.add(waiter)
         try:
-            try:
-                async with asyncio.timeout(OPEN_S):
-                    await tap.opened.wait()
-            except TimeoutError:
-                raise StoreUnavailable("valkey does not say where a stream ends; is it running?") from None
+            if not await woken(tap.opened, OPEN_S):
+                raise StoreUnavailable("valkey does not say where a stream ends; is it running?")
             yield tap
         finally:
             tap.waiters.discard(waiter)

@@ -32,6 +32,7 @@ from google.protobuf.message import DecodeError
 from tailrace.api.answers import Closing
 from tailrace.errors import BadBurst
 from tailrace.log.cursor import EntryId
+from tailrace.log.hub import woken
 from tailrace.views.sessions import burst
 from tailrace.views.sessions.burst import pack, session_json, time_range, unpack
 from tailrace.views.sessions.reader import StreamHub, Tap
@@ -374,9 +375,7 @@ class Viewer:
             until = min(until, self._ticked + TICK_S)
         if self._ended:
             until = min(until, self._patience)
-        with suppress(TimeoutError):
-            async with asyncio.timeout_at(until):
-                await self._waiter.wait()
+        await woken(self._waiter, until - self._clock())
 
     async def _same(self, stream: str, number: int) -> Located | None:
         """Return the session, if it is still the one that is followed; otherwise the viewer is to be closed."""

@@ -36,7 +36,7 @@ from tailrace.errors import StreamNotFound
 from tailrace.log.cursor import Cursor, FromCursor, FromLast, Position, Ranges
 from tailrace.log.event import Partition, iso_time
 from tailrace.log.feed import BATCH_BYTES, LogFeed, LogFeeds, LogReader, MergeItem, MergeLine, last_events, latest
-from tailrace.log.hub import Hub, SegmentEntry
+from tailrace.log.hub import Hub, SegmentEntry, woken
 from tailrace.log.request import AnyFeed, AnyFrame, EventFrame, Moved
 from tailrace.log.run import NumberedRun
 from tailrace.log.segment import Gap, OrderKey, key_of
@@ -186,7 +186,7 @@ class MergedTags(TagFeed):
 
     async def _wait(self) -> None:
         if self._is_waiting:
-            await self._woken(MARK_POLL_S)
+            await woken(self._wake, MARK_POLL_S)
         else:
             await super()._wait()
 

@@ -27,7 +27,7 @@ from tailrace.errors import BadRequest, CursorError, RowsMissing, Unavailable
 from tailrace.log.cursor import MAX_CURSOR_BYTES, Cursor, FromCursor, FromEnd, FromLast, FromTime
 from tailrace.log.event import iso_time
 from tailrace.log.feed import BATCH_BYTES, OpenFeed
-from tailrace.log.hub import Hub
+from tailrace.log.hub import Hub, woken
 from tailrace.log.request import AnyFeed, AnyFrame, ControlFrame, EventFrame, Moved
 from tailrace.log.segment import bucket_start
 from tailrace.log.timeuuid import last_of, ms_of, order
@@ -330,7 +330,7 @@ class TagRowsFeed(OpenFeed):
         if self._failures:
             await asyncio.sleep(RETRY_S * min(self._failures, 5))
             return
-        while (left_ms := self._due_ms() - self._clock()) > 0 and await self._woken(left_ms / 1000):
+        while (left_ms := self._due_ms() - self._clock()) > 0 and await woken(self._wake, left_ms / 1000):
             self._note_announcement()
 
     def _note_announcement(self) -> None:
