@@ -313,7 +313,7 @@ def _how(written: _Conversion, unit_rational: bool) -> How:
             raise BadConfiguration(f"{where}: a table has as many raw as calibrated values, and at least one")
         if any(low >= high for low, high in pairwise(table.raw)):
             raise BadConfiguration(f"{where}: the raw values of a table rise from each to the next")
-        return table
+        return msgspec.structs.replace(table, interpolated=bool(table.interpolated))
     if text is not None:
         if len(text.keys) != len(text.values):
             raise BadConfiguration(f"{where}: a text conversion has as many keys as values")

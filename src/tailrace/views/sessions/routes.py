@@ -268,7 +268,7 @@ def _steps(conversion: Conversion) -> dict[str, Any]:
     if isinstance(how, TextTable):
         table: dict[str, Any] = {"keys": list(how.names), "values": list(how.names.values()), "default": how.default}
     else:
-        table = msgspec.to_builtins(how)
+        table = msgspec.structs.asdict(how)
     steps = {"shift": conversion.shift, "mask": f"{conversion.mask:x}", "offset": conversion.offset}
     return {**steps, conversion.kind: table}
 
