@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.config.settings import Settings, load
+from tailrace.driver.slice import RecordLimits
 from tailrace.driver.source import LostRange, session, starting_offsets
 from tailrace.errors import ConfigError
 from tailrace.kafka.broker import Broker, Topic, topic_test
-from tailrace.log.event import Partition
+from tailrace.log.event import Partition, poison
+from tests.writing import Record, batch
 
 
 def _settings(monkeypatch: pytest.MonkeyPatch, **values: object) -> Settings:
@@ -148,3 +150,24 @@ def test_a_start_names_every_partition_and_skips_nothing_that_is_there(
             if p in view and view[p] + 1 < first:
                 assert gaps[f"jobs:{p}"].first <= view[p] + 1
                 assert gaps[f"jobs:{p}"].until == first
+
+
+# What is read.
+
+
+@given(
+    st.lists(
+        st.none()
+        | st.binary(max_size=4)
+        | st.text(max_size=4).map(lambda text: text.encode(errors="surrogatepass"))
+        | st.sampled_from([b'{"a":1}', b'"\xc3', b'\xa9"', b'"\xc3\n\xa9"', b"[" * 201 + b"]" * 201, b" " * 600]),
+        max_size=6,
+    )
+)
+def test_a_slice_has_the_same_poison_as_its_values_one_by_one(values: list[bytes | None]) -> None:
+    limits = RecordLimits(max_bytes=500)
+    slices = batch([Record(i, value=value) for i, value in enumerate(values)], limits)
+    reasons = {
+        i: poison(value, limits.max_bytes, limits.max_depth) for i, value in enumerate(values) if value is not None
+    }
+    assert [records.poison for records in slices] == [{i: why for i, why in reasons.items() if why}] * bool(values)

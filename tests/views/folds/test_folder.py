@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -17,7 +17,8 @@ from tailrace import Folder
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.valkey import EmbeddedValkey
 from tailrace.errors import BadRequest, ConfigError, StoreUnavailable
-from tailrace.valkey.shards import Shards, StoreOptions
+from tailrace.valkey.marks import read_counts
+from tailrace.valkey.shards import Call, Shards, StoreOptions
 
 RULE = {"name": "accounts", "group": "account_id", "collect": {"metrics": "keys metrics"}, "quiet": "300ms"}
 
@@ -145,6 +146,22 @@ def test_an_answer_that_was_lost_is_no_reason_to_stop(own_valkey: EmbeddedValkey
             os.kill(own_valkey.pid, signal.SIGCONT)
         for _ in range(3):
             assert folder.add(_post("account_1", "comments"))
+
+
+def test_an_event_is_stored_once_though_the_store_was_restarted_before_it_answered(own_valkey: EmbeddedValkey) -> None:
+    class Restarting(Shards):
+        def call_all(self, calls: Sequence[Call]) -> list[Any]:
+            super().call_all(calls)
+            own_valkey.stop()
+            own_valkey.start(30)
+            raise StoreUnavailable("the answer was lost")
+
+    with Folder(RULE | {"quiet": "1h"}, own_valkey.url) as folder:
+        folder.add(_post("account_1", "likes"))
+        folder._shards.close()
+        folder._shards = Restarting(folder._shards.options, folder._shards.run_ids)
+        assert folder.add_all([_post("account_1", "shares"), _post("account_2", "shares")]) == 2
+    assert read_counts(Shards(StoreOptions(own_valkey.url)), "folds")["input:accounts"] == 3
 
 
 @pytest.mark.parametrize(

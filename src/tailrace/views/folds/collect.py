@@ -118,10 +118,7 @@ class Set(Collector):
         return grown
 
     def result(self, state: Any) -> bytes:
-        return b"[" + b",".join(self._json(m) for m, _ in sorted(state.items(), key=operator.itemgetter(1))) + b"]"
-
-    def _json(self, member: Any) -> bytes:
-        return bytes(member)
+        return b"[" + b",".join(sorted(state, key=state.__getitem__)) + b"]"
 
     def _length(self, member: Any) -> int:
         return len(member)
@@ -141,8 +138,8 @@ class ObjectKeys(Set):
     def extract(self, found: Any, value: bytes) -> Any:
         return None if found is None else tuple(found if found.__class__ is dict else members(found)) or None
 
-    def _json(self, member: Any) -> bytes:
-        return _encode(member)
+    def result(self, state: Any) -> bytes:
+        return _encode(sorted(state, key=state.__getitem__))
 
     def _length(self, member: Any) -> int:
         return len(member) if member.isascii() else len(member.encode())

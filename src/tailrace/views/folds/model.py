@@ -474,13 +474,15 @@ def add_offset(packed: list[int], offset: int) -> None:
 
 def unpack_offsets(packed: Sequence[int]) -> list[list[int]]:
     """Return the first and last offset of each range, in order; adjacent ranges are one."""
-    edges = list(accumulate(packed[1:]))
+    edges = accumulate(packed[1:])
     ranges: list[list[int]] = []
-    for first, end in sorted(zip(edges[::2], edges[1::2], strict=True)):
-        if ranges and first == ranges[-1][1] + 1:
+    reached = -1
+    for first, end in sorted(zip(edges, edges, strict=True)):
+        if first == reached:
             ranges[-1][1] = end - 1
         else:
             ranges.append([first, end - 1])
+        reached = end
     return ranges
 
 

@@ -37,7 +37,7 @@ from tailrace.errors import BadRequest, ConfigError, PipelineError, StoreChanged
 from tailrace.log.event import Partition, event_id, home_of, poison
 from tailrace.log.segment import DAY_MS
 from tailrace.query.value import CACHE_SIZE
-from tailrace.valkey.shards import Arg, Command, Shards, StoreOptions, prepare
+from tailrace.valkey.shards import Arg, Call, Command, Shards, StoreOptions, prepare
 from tailrace.views.folds.model import MAX_CACHED_GROUP, NEVER, ClosedFold, Clump, Rule, RuleInput, RuleReader, Time
 from tailrace.views.folds.settings import FoldSettings
 from tailrace.views.folds.store import (
@@ -78,6 +78,10 @@ Inputs: TypeAlias = list[Any]
 
 _Puts: TypeAlias = tuple[Callable[[Any], None], Callable[[int], None]]
 """Of a group: adds an input to it, and an offset to those that its shard stores."""
+
+
+_Numbered: TypeAlias = Sequence[tuple[int, RuleInput]]
+"""Events of a publisher with their numbers."""
 
 
 class CompiledRule(NamedTuple):
@@ -447,8 +451,7 @@ class Folder:
                 count += 1
                 shard = self.rule.shard(found.group, self._shards.options.shards)
                 by_shard.setdefault(shard, []).append((next(self._numbers), found))
-            for shard, added in by_shard.items():
-                self._add(shard, added)
+            self._add(by_shard)
             return count
 
     def close(self) -> None:
@@ -509,12 +512,15 @@ class Folder:
                 if ended and not self._closed.is_set():
                     self._reconnect()
 
-    def _add(self, shard: int, added: Sequence[tuple[int, RuleInput]]) -> None:
-        """Add events to one shard. After a lost connection, the mark tells whether the shard has them."""
-        mark, deadline = added[-1][0], time.monotonic() + self._patience_s
+    def _add(self, added: Mapping[int, _Numbered]) -> None:
+        """Add events to shards. After a lost connection, the mark of a shard tells whether it has them."""
+        deadline = time.monotonic() + self._patience_s
         for attempt in range(MAX_TRIES):
+            left = {shard: events for shard, events in added.items() if self._marks[shard] < events[-1][0]}
+            if not left:
+                return
             try:
-                answer = self._try(shard, added, mark)
+                answers = self._try(left)
             except StoreChanged:
                 if not self._reconnect() and time.monotonic() > deadline:
                     raise
@@ -524,35 +530,41 @@ class Folder:
                     raise
                 time.sleep(0.2)
                 continue
-            if answer != b"conflict":
-                # The mark is ours: from this call, or from one whose answer was lost.
-                self._marks[shard] = mark if answer == b"ok" else int(answer)
-                if self._marks[shard] >= mark:
-                    return
+            for (shard, events), answer in zip(left.items(), answers, strict=True):
+                if answer == b"ok":
+                    self._marks[shard] = events[-1][0]
+                elif answer != b"conflict":
+                    self._marks[shard] = int(answer)  # the mark is ours, of a call whose answer was lost
             time.sleep(0.001 * attempt)
         raise StoreError(f"the folds of {self.rule.name} keep changing meanwhile; add fewer events at once")
 
-    def _try(self, shard: int, added: Sequence[tuple[int, RuleInput]], mark: int) -> bytes:
-        """Return ``ok``, or ``conflict``, or the shard's mark if it is not the expected one."""
-        rule, inputs = self.rule, dict[bytes, Inputs]()
-        for number, found in added:
-            inputs.setdefault(found.group, []).append((self._partition, number, found.size, found.extracts))
+    def _try(self, added: Mapping[int, _Numbered]) -> list[bytes]:
+        """Return for each shard ``ok``, or ``conflict``, or its mark if that is not the expected one."""
+        rule, partition = self.rule, self._partition
+        inputs: dict[int, dict[bytes, Inputs]] = {shard: {} for shard in added}
+        for shard, events in added.items():
+            for number, found in events:
+                inputs[shard].setdefault(found.group, []).append((partition, number, found.size, found.extracts))
         commands: list[Command] = [
-            (shard, ("HMGET", self._shards.keys.fold(shard, rule.key_suffix), *inputs)),
-            (shard, ("TIME",)),
+            (shard, ("HMGET", self._shards.keys.fold(shard, rule.key_suffix), *groups))
+            for shard, groups in inputs.items()
         ]
-        answers, clock = self._shards.run_all(commands)
-        now_ms = _milliseconds(clock)
-        groups: dict[bytes, tuple[HeldGroup, Inputs]] = {}
-        for (group, new), answer in zip(inputs.items(), answers, strict=True):
-            stored = decode_group(answer)
-            groups[group] = HeldGroup(stored, stored.version), [(now_ms, *each) for each in new]
-        written, closed, _ = add_to_groups(rule, groups, now_ms - rule.windows.lateness_ms, now_ms, new_version())
-        head: list[Arg] = [PUBLISHERS, 0, self._partition, self._marks[shard], mark, DAY_MS, 0, 100]
-        answer = self._shards.call(shard, "apply", *head, *written, *closed)
-        if answer[0] == b"unready":
+        answers = self._shards.run_all([*commands, *((shard, ("TIME",)) for shard in added)])
+        calls: list[Call] = []
+        for (shard, new), states, clock in zip(inputs.items(), answers, answers[len(added) :], strict=False):
+            now_ms = _milliseconds(clock)
+            groups: dict[bytes, tuple[HeldGroup, Inputs]] = {}
+            for (group, some), answer in zip(new.items(), states, strict=True):
+                stored = decode_group(answer)
+                groups[group] = HeldGroup(stored, stored.version), [(now_ms, *each) for each in some]
+            watermark = now_ms - rule.windows.lateness_ms
+            written, closed, _ = add_to_groups(rule, groups, watermark, now_ms, new_version())
+            head: list[Arg] = [PUBLISHERS, 0, partition, self._marks[shard], added[shard][-1][0], DAY_MS, 0, 100]
+            calls.append((shard, "apply", [*head, *written, *closed]))
+        answers = self._shards.call_all(calls)
+        if any(answer[0] == b"unready" for answer in answers):
             raise StoreError("the store was emptied while this publisher ran: make a new one")
-        return bytes(answer[1] if answer[0] == b"moved" else answer[0])
+        return [bytes(answer[1] if answer[0] == b"moved" else answer[0]) for answer in answers]
 
     def _emitter(self) -> Emitter:
         own = Shards(self._shards.options, self._shards.run_ids)
