@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -10,14 +11,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 
 from tailrace.driver import shift as shifts
-from tailrace.driver.crew import Crew, CrewReport
+from tailrace.driver.crew import Crew, CrewReport, in_spark
 from tailrace.driver.rota import BEHIND, Progress, Rota
-from tailrace.driver.shift import Hand, Shift, ShiftEnd, work
+from tailrace.driver.shift import NICENESS, Hand, Shift, ShiftEnd, work
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import StaleDriver, TailraceError
 from tailrace.log.event import Partition
@@ -234,6 +236,30 @@ def test_a_partition_that_is_far_behind_is_caught_up_by_a_hand_that_leaves_when_
         place.send(200)
         place.wait_applied(crew)
         wait_tick("the hand to leave", crew, lambda _: not crew._jobs[2])
+    place.check()
+
+
+def test_a_hand_that_catches_up_has_low_priority_and_its_process_does_nothing_after_it(
+    kafka: EmbeddedKafka, store: StoreOptions, spark: Any
+) -> None:
+    place = Place(kafka, store, 2)
+    first, usual = Partition(place.topic, 0), os.nice(0)
+
+    def niceness() -> list[int]:
+        family = psutil.Process(spark.sparkContext._gateway.proc.pid).children(recursive=True)
+        return sorted(process.nice() for process in family if process.is_running())
+
+    with place.crew(in_spark(spark), hands=1, spare=1) as (crew, rota):
+        rota.assign(place.all())
+        rota.balance({first: BEHIND + 1}, Progress(0.0, {}, {}))
+        place.send(100)
+        place.wait_applied(crew)
+        assert niceness()[-2:] == [usual, usual + NICENESS]
+        rota.balance({first: 0}, Progress(1.0, {}, {}))
+        wait_tick("its hand to leave", crew, lambda _: not crew._jobs[1])
+        assert spark.sparkContext.parallelize([0], 1).map(os.nice).collect() == [usual]
+        place.send(100)
+        place.wait_applied(crew)
     place.check()
 
 

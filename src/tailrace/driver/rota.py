@@ -110,10 +110,6 @@ class Rota:
         """Hands that there have to be."""
         return {*range(self.live), *self._shared.values()}
 
-    def reads(self, partition: Partition) -> int:
-        """Return the hand that is to read a partition."""
-        return self._shared[partition]
-
     def assign(self, starts: Mapping[Partition, int], gone: Sequence[Partition] = ()) -> None:
         """Put partitions on the rota, from offsets below which everything is applied, and take others off it."""
         kept = [partition for partition in self._shared if partition not in gone]
