@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import pytest
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 
+from tailrace.driver import crew as crews
 from tailrace.driver import shift as shifts
 from tailrace.driver.crew import Crew, CrewReport, in_spark
 from tailrace.driver.rota import BEHIND, Progress, Rota
@@ -236,6 +238,31 @@ def test_a_partition_that_is_far_behind_is_caught_up_by_a_hand_that_leaves_when_
         place.send(200)
         place.wait_applied(crew)
         wait_tick("the hand to leave", crew, lambda _: not crew._jobs[2])
+    place.check()
+
+
+def test_a_partition_goes_back_to_a_live_hand_when_there_is_no_slot_to_catch_up_in(
+    kafka: EmbeddedKafka, store: StoreOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crews, "SLOT_S", 0.5)
+    place, slot = Place(kafka, store, 2), threading.Event()
+    far = {Partition(place.topic, 0): BEHIND + 1}
+
+    def do(shift: Shift) -> ShiftEnd:
+        if shift.catching_up:
+            slot.wait()
+        return alive(shift)
+
+    with place.crew(do, hands=1, spare=1) as (crew, rota):
+        rota.assign(place.all())
+        rota.balance(far, Progress(0.0, {}, {}))
+        assert rota.hands == {0, 1}
+        place.send(100)
+        wait_tick("no hope for a slot", crew, lambda _: not rota.spare)
+        rota.balance(far, Progress(1.0, {}, {}))
+        place.wait_applied(crew)
+        slot.set()
+        wait_tick("a slot", crew, lambda _: rota.spare)
     place.check()
 
 
