@@ -70,7 +70,7 @@ class Crew:
         self._number = 0
         self._jobs: dict[int, list[_Job]] = {}
         self._before: dict[tuple[int, int], HandReport] = {}
-        """Last report of each shift: those of shifts that ended count, too."""
+        """Last report of each attempt at a shift: those of attempts that ended count, too."""
 
     def tick(self) -> None:
         """Tell the hands that the driver lives, start the jobs that are missing, and raise what went wrong in one."""
@@ -90,7 +90,8 @@ class Crew:
                 self._rota.spare = 0
 
     def _waits(self, job: _Job, hand: int, now: float) -> bool:
-        return now - job.began > SLOT_S and (hand, job.number) not in self._before
+        heard = any(each == hand and token // 1000 == job.number for each, token in self._before)
+        return now - job.began > SLOT_S and not heard
 
     def _begin(self, hand: int, now: float) -> None:
         self._number += 1
@@ -107,7 +108,7 @@ class Crew:
         for field, value in stored.items():
             if field.startswith(b"report:"):
                 hand, found = int(field[7:]), _decode(value)
-                self._before[hand, found.shift] = found
+                self._before[hand, found.token] = found
                 if hand in wanted:
                     current.append(found)
         busy_s = defaultdict[int, float](float)
