@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 
+from tailrace.driver import crew as crews
 from tailrace.driver import shift as shifts
-from tailrace.driver.crew import Crew, CrewReport
+from tailrace.driver.crew import Crew, CrewReport, in_spark
 from tailrace.driver.rota import BEHIND, Progress, Rota
-from tailrace.driver.shift import Hand, Shift, ShiftEnd, work
+from tailrace.driver.shift import NICENESS, Hand, Shift, ShiftEnd, work
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.errors import StaleDriver, TailraceError
 from tailrace.log.event import Partition
@@ -147,13 +151,17 @@ def test_each_record_is_applied_once_and_in_order_though_hands_are_relieved_and_
         dies = chance.random() < 0.5
         end = dying_after(chance.randrange(1, 60), shift) if dies else work(shift, 0)
         ends.append(end.reason)
-        return end
+        # Spark repeats a task whose process died; a job that failed is another shift.
+        return work(shift, 1) if end.reason == "killed" and chance.random() < 0.5 else end
 
     with place.crew(do, hands=chance.choice((1, 2, 3)), shift_s=0.4) as (crew, rota):
         rota.assign(dict(list(place.all().items())[:1]))
+        counted = 0
         for _ in range(12):
             place.send(chance.choice((1, 10, 200)))
             crew.tick()
+            before, counted = counted, crew.report().records
+            assert counted >= before, "what an attempt took counts also when it has died"
             if len(rota.partitions) < place.partitions:
                 more = Partition(place.topic, len(rota.partitions))
                 rota.assign({more: 0})
@@ -234,6 +242,55 @@ def test_a_partition_that_is_far_behind_is_caught_up_by_a_hand_that_leaves_when_
         place.send(200)
         place.wait_applied(crew)
         wait_tick("the hand to leave", crew, lambda _: not crew._jobs[2])
+    place.check()
+
+
+def test_a_partition_goes_back_to_a_live_hand_when_there_is_no_slot_to_catch_up_in(
+    kafka: EmbeddedKafka, store: StoreOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crews, "SLOT_S", 0.5)
+    place, slot = Place(kafka, store, 2), threading.Event()
+    far = {Partition(place.topic, 0): BEHIND + 1}
+
+    def do(shift: Shift) -> ShiftEnd:
+        if shift.catching_up:
+            slot.wait()
+        return alive(shift)
+
+    with place.crew(do, hands=1, spare=1) as (crew, rota):
+        rota.assign(place.all())
+        rota.balance(far, Progress(0.0, {}, {}))
+        assert rota.hands == {0, 1}
+        place.send(100)
+        wait_tick("no hope for a slot", crew, lambda _: not rota.spare)
+        rota.balance(far, Progress(1.0, {}, {}))
+        place.wait_applied(crew)
+        slot.set()
+        wait_tick("a slot", crew, lambda _: rota.spare)
+    place.check()
+
+
+def test_a_hand_that_catches_up_has_low_priority_and_its_process_does_nothing_after_it(
+    kafka: EmbeddedKafka, store: StoreOptions, spark: Any
+) -> None:
+    place = Place(kafka, store, 2)
+    first, usual = Partition(place.topic, 0), os.nice(0)
+
+    def niceness() -> list[int]:
+        family = psutil.Process(spark.sparkContext._gateway.proc.pid).children(recursive=True)
+        return sorted(process.nice() for process in family if process.is_running())
+
+    with place.crew(in_spark(spark), hands=1, spare=1) as (crew, rota):
+        rota.assign(place.all())
+        rota.balance({first: BEHIND + 1}, Progress(0.0, {}, {}))
+        place.send(100)
+        place.wait_applied(crew)
+        assert niceness()[-2:] == [usual, usual + NICENESS]
+        rota.balance({first: 0}, Progress(1.0, {}, {}))
+        wait_tick("its hand to leave", crew, lambda _: not crew._jobs[1])
+        assert spark.sparkContext.parallelize([0], 1).map(os.nice).collect() == [usual]
+        place.send(100)
+        place.wait_applied(crew)
     place.check()
 
 

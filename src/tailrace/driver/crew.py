@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 LEAVE_S = 3.0
 """Time that hands have to leave; their epoch shuts out who stays longer."""
+SLOT_S = 10.0
+"""A hand that catches up and has not begun after so long finds no slot: its partitions go back to live hands."""
 
 _decode = msgspec.json.Decoder(HandReport).decode
 
@@ -64,11 +66,11 @@ class Crew:
 
     def __init__(self, work: Callable[[Shift], ShiftEnd], rota: Rota, shift: Shift, shift_s: float) -> None:
         self._work, self._rota, self._shift, self._shift_s = work, rota, shift, shift_s
-        self._shards = rota.shards
+        self._shards, self._spare = rota.shards, rota.spare
         self._number = 0
         self._jobs: dict[int, list[_Job]] = {}
         self._before: dict[tuple[int, int], HandReport] = {}
-        """Last report of each shift: those of shifts that ended count, too."""
+        """Last report of each attempt at a shift: those of attempts that ended count, too."""
 
     def tick(self) -> None:
         """Tell the hands that the driver lives, start the jobs that are missing, and raise what went wrong in one."""
@@ -78,18 +80,24 @@ class Crew:
             jobs = self._jobs.setdefault(hand, [])
             for job in [job for job in jobs if not job.is_alive()]:
                 jobs.remove(job)
+                self._rota.spare = self._spare
                 if job.failure is not None:
                     raise job.failure
                 logger.info("hand %d: shift %d ended: %s", hand, job.number, job.end.reason if job.end else "lost")
             if hand in wanted and (not jobs or (len(jobs) == 1 and now >= jobs[0].until)):
                 self._begin(hand, now)
+            elif hand >= self._rota.live and any(self._waits(job, hand, now) for job in jobs[:1]):
+                self._rota.spare = 0
+
+    def _waits(self, job: _Job, hand: int, now: float) -> bool:
+        heard = any(each == hand and token // 1000 == job.number for each, token in self._before)
+        return now - job.began > SLOT_S and not heard
 
     def _begin(self, hand: int, now: float) -> None:
         self._number += 1
-        until = now + self._shift_s * random.uniform(0.8, 1.2)
         catching_up = hand >= self._rota.live
         shift = msgspec.structs.replace(self._shift, hand=hand, number=self._number, catching_up=catching_up)
-        job = _Job(self._work, shift, until)
+        job = _Job(self._work, shift, now, self._shift_s * random.uniform(0.8, 1.2))
         self._jobs[hand].append(job)
         job.start()
 
@@ -100,7 +108,7 @@ class Crew:
         for field, value in stored.items():
             if field.startswith(b"report:"):
                 hand, found = int(field[7:]), _decode(value)
-                self._before[hand, found.shift] = found
+                self._before[hand, found.token] = found
                 if hand in wanted:
                     current.append(found)
         busy_s = defaultdict[int, float](float)
@@ -131,10 +139,10 @@ class Crew:
 class _Job(threading.Thread):
     """The thread that waits for one shift."""
 
-    def __init__(self, work: Callable[[Shift], ShiftEnd], shift: Shift, until: float) -> None:
+    def __init__(self, work: Callable[[Shift], ShiftEnd], shift: Shift, began: float, lasts_s: float) -> None:
         super().__init__(name=f"hand {shift.hand}, shift {shift.number}", daemon=True)
         self._work, self._shift = work, shift
-        self.number, self.until = shift.number, until
+        self.number, self.began, self.until = shift.number, began, began + lasts_s
         self.end: ShiftEnd | None = None
         self.failure: TailraceError | None = None
 

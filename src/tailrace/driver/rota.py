@@ -94,7 +94,7 @@ class Rota:
 
     def __init__(self, shards: Shards, name: str, epoch: int, live: int, spare: int = 0) -> None:
         self.shards, self.name, self.live = shards, name, live
-        self._epoch, self._spare = epoch, spare
+        self.spare, self._epoch = spare, epoch
         self._shared: dict[Partition, int] = {}
         self._lags: Mapping[Partition, int] = {}
         self._version = 0
@@ -110,19 +110,15 @@ class Rota:
         """Hands that there have to be."""
         return {*range(self.live), *self._shared.values()}
 
-    def reads(self, partition: Partition) -> int:
-        """Return the hand that is to read a partition."""
-        return self._shared[partition]
-
     def assign(self, starts: Mapping[Partition, int], gone: Sequence[Partition] = ()) -> None:
         """Put partitions on the rota, from offsets below which everything is applied, and take others off it."""
         kept = [partition for partition in self._shared if partition not in gone]
-        self._write(share({*kept, *starts}, self._lags, self._shared, self.live, self._spare), starts, gone)
+        self._write(share({*kept, *starts}, self._lags, self._shared, self.live, self.spare), starts, gone)
 
     def balance(self, lags: Mapping[Partition, int], progress: Progress) -> None:
         """Move partitions that are far behind or level again, and one of a hand that was too busy for long."""
         self._lags = lags
-        shared = share(self._shared, lags, self._shared, self.live, self._spare)
+        shared = share(self._shared, lags, self._shared, self.live, self.spare)
         self._course.append(progress)
         first = self._course[0]
         if (seconds := progress.time_s - first.time_s) >= OBSERVED_S:

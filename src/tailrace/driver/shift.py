@@ -75,14 +75,15 @@ class HandReport(msgspec.Struct):
     """The part of a hand's roll that people see."""
 
     records: int = 0
-    """Records taken since the shift began."""
+    """Records taken since the attempt began."""
     busy_s: float = 0.0
     take_ms: float = 0.0
     """99th percentile of the latest takes."""
     partitions: int = 0
     errors: dict[str, str] = {}
     """Partitions that the hand gave up, with the reason."""
-    shift: int = 0
+    token: int = 0
+    """Of the attempt: another one counts from zero."""
 
 
 class ShiftEnd(NamedTuple):
@@ -157,7 +158,7 @@ class Hand:
         self._refused = 0
         self._reports = True
         """True if the next roll says more than that the hand is alive."""
-        self._report = HandReport(shift=shift.number)
+        self._report = HandReport(token=self._token)
         self._takes: list[float] = []
         self._resting_until = 0.0
         self._parent = os.getppid()
