@@ -62,7 +62,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(bench: Bench) -> None:
     wanted = chosen(bench.options.only, CURVES)
     with servers() as (kafka, store, _):
-        bench.shared = [kafka.pid or 0]
+        bench.servers = {"Valkey": store.pid or 0, "Kafka": kafka.pid or 0}
         lane = Lane(kafka.address, store.url)
         growing = Growing(bench, lane, kafka.address, store.url)
         for curve in wanted:
