@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.events import create, produce
 from bench.jobs import Bench, Check, Job, Outcome, chosen, main, numbers
-from bench.lane import Lane, given
+from bench.lane import Lane, given, plan_of
 from bench.meter import Meter, cpu_seconds, memory_mib
 from bench.pack import Filler
 from bench.peers.posts import post
@@ -126,6 +126,7 @@ class Growing:
 
             def turn(meter: Meter, distinct: list[Any] = distinct) -> Outcome:
                 flags = self.lane.flags()
+                plan_of(given(flags), ["matches"])[1].close()  # a pipeline has prepared the store
                 asyncio.run(_register(flags, topic, distinct))
                 shards = self.lane.run(meter, topic, 4, self.events, ["matches"], flags)
                 return Outcome(self.events, done=partial(_drop, shards))
