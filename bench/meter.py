@@ -58,8 +58,8 @@ class Meter:
 
     Args:
         without: roots of trees that belong to another job.
-        servers: those that all jobs use, by name; their part of the CPU time is kept apart, too. The memory of Kafka does
-            not count, since it is the same for every job.
+        servers: those that all jobs use, by name; their part of the CPU time is kept apart, too. The memory of Kafka
+            does not count, since it is the same for every job.
     """
 
     def __init__(self, without: Sequence[int] = (), servers: Mapping[str, int] | None = None) -> None:
