@@ -75,7 +75,7 @@ def run(bench: Bench) -> None:
     given = bench.options
     wanted = chosen(given.jobs, JOBS)
     with servers() as (kafka, store, folder):
-        bench.shared = [kafka.pid or 0]
+        bench.servers = {"Valkey": store.pid or 0, "Kafka": kafka.pid or 0}
         folding = Folding(given, kafka, store, folder)
         lane = Lane(kafka.address, store.url) if "ours" in wanted else None
         jobs = folding.jobs(bench, lane, wanted)

@@ -79,7 +79,7 @@ class Searching:
         self.bench, self.running, self.total = bench, running, bench.options.events
         self.made = events(min(self.total, DISTINCT))
         self._differs = count()
-        bench.shared = [running.pids["kafka"]]
+        bench.servers = {"Valkey": running.pids["valkey"], "Kafka": running.pids["kafka"]}
         for topic in (TOPIC, LIVE):
             create(running.bootstrap, topic, PARTITIONS)
         producer = Producer({"bootstrap.servers": running.bootstrap, "enable.idempotence": True, "linger.ms": 20})

@@ -44,7 +44,7 @@ def run(bench: Bench) -> None:
     given = bench.options
     with servers() as (kafka, store, _):
         lane = Lane(kafka.address, store.url)
-        bench.shared = [kafka.pid or 0]
+        bench.servers = {"Valkey": store.pid or 0, "Kafka": kafka.pid or 0}
         for partitions in numbers(given.partitions):
             for names in numbers(given.names):
                 sent = produce(kafka.address, f"p{partitions}-n{names}", partitions, names, given.events)

@@ -68,8 +68,8 @@ class Bench:
     def __init__(self, part: str, options: argparse.Namespace) -> None:
         self.part, self.options = part, options
         self.lines: list[dict[str, Any]] = []
-        self.shared: Sequence[int] = ()
-        """Servers that all jobs use: the broker."""
+        self.servers: dict[str, int] = {}
+        """Servers that all jobs use: their pids by name."""
         self._file = None
         if options.out:
             options.out.mkdir(parents=True, exist_ok=True)
@@ -86,13 +86,13 @@ class Bench:
         more = {} if x is None else {"x": x}
         for turn in range(self.options.repeat):
             for job in jobs:
-                meter = Meter(job.without, self.shared)
+                meter = Meter(job.without, self.servers)
                 outcome = job.run(meter)
                 anomalies = outcome.check()._asdict() if outcome.check is not None else {}
                 figures = {**outcome.figures, **anomalies}
                 if outcome.done is not None:
                     outcome.done()
-                seconds = max(meter.seconds, 1e-6)
+                seconds, amount = max(meter.seconds, 1e-6), max(1, outcome.amount)
                 self.note(
                     case,
                     job.name,
@@ -103,7 +103,8 @@ class Bench:
                     unit=unit,
                     seconds=round(seconds, 4),
                     per_s=round(outcome.amount / seconds, 1),
-                    cpu_per_m=round(meter.cpu * 1e6 / max(1, outcome.amount), 3),
+                    cpu_per_m=round(meter.cpu * 1e6 / amount, 3),
+                    **{f"of it {name}": round(cpu * 1e6 / amount, 3) for name, cpu in meter.parts.items()},
                     peak_mib=round(meter.peak_mib),
                     **figures,
                 )

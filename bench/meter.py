@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -58,16 +58,20 @@ class Meter:
 
     Args:
         without: roots of trees that belong to another job.
-        shared: servers whose CPU time counts and whose memory does not, since it is the same for every job.
+        servers: those that all jobs use, by name; their part of the CPU time is kept apart, too. The memory of Kafka
+            does not count, since it is the same for every job.
     """
 
-    def __init__(self, without: Sequence[int] = (), shared: Sequence[int] = ()) -> None:
-        self._without, self._shared = without, shared
+    def __init__(self, without: Sequence[int] = (), servers: Mapping[str, int] | None = None) -> None:
+        self._without, self._servers = without, dict(servers or {})
         self.seconds = self.cpu = self.peak_mib = 0.0
+        self.parts: dict[str, float] = {}
+        """CPU time of each server."""
 
     def __enter__(self) -> Meter:
         self._done = threading.Event()
         self._sampler = threading.Thread(target=self._sample, daemon=True)
+        self._before = {name: cpu_seconds([pid]) for name, pid in self._servers.items()}
         self._cpu, self._began = cpu_seconds([os.getpid()], self._without), time.perf_counter()
         self._sampler.start()
         return self
@@ -75,13 +79,15 @@ class Meter:
     def __exit__(self, *_: object) -> None:
         self.seconds = time.perf_counter() - self._began
         self.cpu = cpu_seconds([os.getpid()], self._without) - self._cpu
+        self.parts = {name: cpu_seconds([pid]) - self._before[name] for name, pid in self._servers.items()}
         self._done.set()
         self._sampler.join()
 
     def _sample(self) -> None:
+        others = [*self._without, *(pid for name, pid in self._servers.items() if name == "Kafka")]
         while True:
             ended = self._done.wait(1.0)
-            taken = memory_mib([os.getpid()], (*self._without, *self._shared))
+            taken = memory_mib([os.getpid()], others)
             self.peak_mib = max(self.peak_mib, taken)
             if ended:
                 return

@@ -93,8 +93,9 @@ def _markdown(table: Table) -> str:
     }
     about, turns = table.about, max(len(next(iter(row.columns.values()), [])) for row in table.rows)
     text = [
-        f"`{about['command']}`, {about['began'][:10]}, commit {about['commit']}, {about['cores']} cores, "
-        f"{turns} turn{'s' if turns > 1 else ''} of each in rotation: median (lowest–highest).",
+        f"`{about['command']}`, {about['began'][:10]}, commit {about['commit']}, {about['cores']} cores, other load "
+        f"{about['load']:.1f} before; "
+        + (f"{turns} turns of each in rotation: median (lowest–highest)." if turns > 1 else "one turn of each."),
         "",
         f"| | | {' | '.join(headings.get(key, key) for key in keys)} |",
         f"|---|---|{'---|' * len(keys)}",

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.events import create, produce
 from bench.jobs import Bench, Check, Job, Outcome, chosen, main, numbers
-from bench.lane import Lane, given
+from bench.lane import Lane, given, plan_of
 from bench.meter import Meter, cpu_seconds, memory_mib
 from bench.pack import Filler
 from bench.peers.posts import post
@@ -62,7 +62,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(bench: Bench) -> None:
     wanted = chosen(bench.options.only, CURVES)
     with servers() as (kafka, store, _):
-        bench.shared = [kafka.pid or 0]
+        bench.servers = {"Valkey": store.pid or 0, "Kafka": kafka.pid or 0}
         lane = Lane(kafka.address, store.url)
         growing = Growing(bench, lane, kafka.address, store.url)
         for curve in wanted:
@@ -126,6 +126,7 @@ class Growing:
 
             def turn(meter: Meter, distinct: list[Any] = distinct) -> Outcome:
                 flags = self.lane.flags()
+                plan_of(given(flags), ["matches"])[1].close()  # a pipeline has prepared the store
                 asyncio.run(_register(flags, topic, distinct))
                 shards = self.lane.run(meter, topic, 4, self.events, ["matches"], flags)
                 return Outcome(self.events, done=partial(_drop, shards))

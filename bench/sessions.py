@@ -81,7 +81,7 @@ def run(bench: Bench) -> None:
     jobs = chosen(bench.options.only, JOBS)
     if "write" in jobs:
         with servers() as (kafka, store, _):
-            bench.shared = [kafka.pid or 0]
+            bench.servers = {"Valkey": store.pid or 0, "Kafka": kafka.pid or 0}
             lane = Lane(kafka.address, store.url)
             _write(bench, lane, kafka.address, store)
             lane.stop()

@@ -75,7 +75,7 @@ def run(bench: Bench) -> None:
     with ExitStack() as stack:
         kafka, store, folder = stack.enter_context(servers())
         node = None if options.no_cassandra else stack.enter_context(cassandra(folder))
-        bench.shared = [kafka.pid or 0]
+        bench.servers = {"Valkey": store.pid or 0, "Kafka": kafka.pid or 0}
         if node is None:
             bench.missing("cassandra", "left out")
         else:
