@@ -59,6 +59,14 @@ LONGEST = (
     "upkeep/test_rebuild",
     "views/folds/test_tuning",
     "query/test_oracle",
+    "http/test_upkeep",
+    "http/test_service",
+    "embedded/test_supervisor",
+    "http/test_feeds",
+    "cli/test_doctor",
+    "views/folds/test_fold",
+    "views/tags/test_feed",
+    "demo/test_cars",
 )
 """Files that take longest. They come first, so that at the end no worker has one for itself while the others wait."""
 
