@@ -35,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
     use_share(config.getoption("--examples"))
 
 
-JVM = {"kafka", "cassandra_server", "own_cassandra", "own_kafka", "quick_spark", "spark", "spread"}
+JVM = {"kafka", "cassandra_server", "own_cassandra", "quick_spark", "spark", "spread"}
 """Fixtures that start one."""
 
 LONGEST = (
