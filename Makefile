@@ -7,8 +7,9 @@ STAMPS := $(VENV)/.stamps
 PEERS  := .venv-peers
 NODE   := bench/peers/node
 ARGS   ?=
-# Tests wait for servers much of the time: more workers than cores end sooner.
-WORKERS ?= 3
+# Tests wait for servers much of the time, and those without a JVM most of it: more workers than cores end sooner.
+WORKERS ?= 4
+test-fast: WORKERS = 6
 # Files are given to workers whole, since tests of a file share what they start, and in the order of tests/conftest.py.
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
@@ -29,8 +30,8 @@ run: setup ## Run everything on this machine with sample data, until Ctrl-C (ARG
 test: setup ## Run the tests, on a real broker, a real Valkey and a real Spark (ARGS="-k days")
 	$(BIN)/pytest -q $(PARALLEL) $(ARGS)
 
-test-fast: setup ## Run the tests that start no JVM (Kafka, Cassandra, Spark), with a quarter of the random examples
-	$(BIN)/pytest -q $(PARALLEL) -m "not jvm" --examples=0.25 $(ARGS)
+test-fast: setup ## Run the tests that start no JVM (Kafka, Cassandra, Spark) and are not slow, with a tenth of the random examples
+	$(BIN)/pytest -q $(PARALLEL) -m "not jvm and not slow" --examples=0.1 $(ARGS)
 
 check: $(STAMPS)/project ## Check format, lint, types and import contracts
 	$(BIN)/ruff format --check .

@@ -35,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
     use_share(config.getoption("--examples"))
 
 
-JVM = {"kafka", "cassandra_server", "own_cassandra", "own_kafka", "quick_spark", "spark", "spread"}
+JVM = {"kafka", "cassandra_server", "own_cassandra", "quick_spark", "spark", "spread"}
 """Fixtures that start one."""
 
 LONGEST = (
@@ -59,6 +59,14 @@ LONGEST = (
     "upkeep/test_rebuild",
     "views/folds/test_tuning",
     "query/test_oracle",
+    "http/test_upkeep",
+    "http/test_service",
+    "embedded/test_supervisor",
+    "http/test_feeds",
+    "cli/test_doctor",
+    "views/folds/test_fold",
+    "views/tags/test_feed",
+    "demo/test_cars",
 )
 """Files that take longest. They come first, so that at the end no worker has one for itself while the others wait."""
 

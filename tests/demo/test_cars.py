@@ -62,6 +62,7 @@ def test_the_same_seed_tells_the_same_records() -> None:
     assert list(generate(7, 20, cars=0)) == []
 
 
+@pytest.mark.slow
 def test_a_session_opens_drives_and_closes_and_the_next_one_has_another_identity(records: list[dict[str, Any]]) -> None:
     lives: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for record in records:
@@ -81,11 +82,13 @@ def test_a_session_opens_drives_and_closes_and_the_next_one_has_another_identity
         assert 4 <= len(laps) <= 7
 
 
+@pytest.mark.slow
 def test_two_cars_are_on_the_track_at_the_same_time(records: list[dict[str, Any]]) -> None:
     changes = sum(a["session"] != b["session"] for a, b in pairwise(records))
     assert changes > len(records) / 2
 
 
+@pytest.mark.slow
 def test_each_channel_has_its_rate_its_type_and_no_hole(records: list[dict[str, Any]]) -> None:
     first = records[0]["session"]
     ends: dict[int, int] = {}
@@ -113,6 +116,7 @@ def test_each_channel_has_its_rate_its_type_and_no_hole(records: list[dict[str, 
         assert not channel.rate or abs(counts[number] - sent * channel.rate / 10) <= 1
 
 
+@pytest.mark.slow
 def test_records_and_configuration_are_what_the_view_reads(records: list[dict[str, Any]]) -> None:
     for record in records[:1_000]:
         assert not telemetry.parse(msgspec.json.encode(record))[1]
@@ -122,6 +126,7 @@ def test_records_and_configuration_are_what_the_view_reads(records: list[dict[st
     assert {"rational", "table", "text"} <= kinds
 
 
+@pytest.mark.slow
 def test_there_are_gears_sectors_laps_and_warnings(records: list[dict[str, Any]]) -> None:
     events = [event for record in records for event in record.get("events", ())]
     assert {event["id"] for event in events} == {GEAR, LAP, SECTOR, WARNING}

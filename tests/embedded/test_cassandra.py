@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -19,12 +18,9 @@ from tailrace.errors import DirectoryInUse, EmbeddedError, PrerequisiteMissing
 pytestmark = pytest.mark.jvm
 
 
-@pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedCassandra]:
-    started = EmbeddedCassandra(tmp_path_factory.mktemp("a folder & more"))
-    started.start(180)
-    yield started
-    started.kill()
+@pytest.fixture
+def node(own_cassandra: EmbeddedCassandra) -> EmbeddedCassandra:
+    return own_cassandra
 
 
 def connect(node: EmbeddedCassandra) -> tuple[Cluster, Session]:
@@ -56,31 +52,24 @@ def numbers(node: EmbeddedCassandra) -> list[int]:
     return found
 
 
-def test_rows_survive_a_kill_and_a_restart_at_the_same_address(node: EmbeddedCassandra) -> None:
+def test_rows_survive_a_kill_and_a_stop_and_whoever_starts_it_again_has_the_same_address(
+    node: EmbeddedCassandra,
+) -> None:
     insert(node, 0, 100)
     node.kill()
     assert node.pid is None
     assert not node.is_ready()
-    node.start()
-    assert numbers(node) == list(range(100))
-    insert(node, 100, 200)
-    node.stop()
-    node.start()
-    assert numbers(node) == list(range(200))
-
-
-def test_another_one_on_the_folder_has_the_same_data_and_the_same_ports(node: EmbeddedCassandra) -> None:
-    insert(node, 0, 200)
-    node.kill()
     other = EmbeddedCassandra(node.folder)
     try:
         assert other.port == node.port
-        other.start()
-        assert numbers(other) == list(range(200))
+        other.start(180)
+        assert numbers(other) == list(range(100))
         assert node.is_ready(), "it is the node of that folder, whoever started it"
+        insert(other, 100, 200)
     finally:
         other.stop()
-    node.start()
+    node.start(180)
+    assert numbers(node) == list(range(200))
 
 
 def test_a_folder_in_use_is_refused_and_left_as_it_is(node: EmbeddedCassandra) -> None:

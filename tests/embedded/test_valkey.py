@@ -56,6 +56,7 @@ def test_it_says_why_it_does_not_start(tmp_path: Path) -> None:
         EmbeddedValkey(tmp_path, settings={"no-such-setting": "1"}).start()
 
 
+@pytest.mark.slow
 def test_three_nodes_form_a_cluster_that_comes_back_after_a_kill(tmp_path: Path) -> None:
     nodes = start_cluster(tmp_path)
     try:

@@ -27,6 +27,7 @@ def test_a_path_of_digits_comes_to_each_part_once() -> None:
         assert len(found) <= 3 * levels
 
 
+@pytest.mark.slow
 def test_values_nested_more_deeply_than_the_stack_is_high_are_compared() -> None:
     left: Any = []
     right: Any = []

@@ -83,6 +83,7 @@ def assert_whole(options: StoreOptions, view: dict[str, list[str]]) -> None:
         assert keeper.unowned() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("any_store", ["single", "cluster"], indirect=True)
 def test_killed_at_every_step_and_run_again_it_has_packed_everything_once(any_store: StoreOptions) -> None:
     view = written(any_store, some_days(names=100))

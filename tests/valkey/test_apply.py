@@ -206,6 +206,7 @@ def test_a_bucket_never_moves_back_and_the_future_is_clamped(store: StoreOptions
     assert asyncio.run(read_view(store))["a"] == [f"jobs:0:{i}" for i in range(7)]
 
 
+@pytest.mark.slow
 def test_a_window_with_thousands_of_days_is_applied_once(store: StoreOptions) -> None:
     records = [Record(i, b"a", time=i * DAY + NOON % DAY) for i in range(6_000)]
     writer = Writer(store)

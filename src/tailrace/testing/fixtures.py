@@ -287,12 +287,17 @@ def own_valkey(tmp_path: Path) -> Iterator[EmbeddedValkey]:
 
 
 @pytest.fixture(scope="module")
-def own_cassandra(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedCassandra]:
-    """A Cassandra of the module's own, to be killed and stopped."""
-    node = EmbeddedCassandra(tmp_path_factory.mktemp("own-cassandra"))
-    node.start(180)
+def _own_cassandra(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedCassandra]:
+    node = EmbeddedCassandra(tmp_path_factory.mktemp("a folder & more"))
     yield node
-    node.stop()
+    node.kill()
+
+
+@pytest.fixture
+def own_cassandra(_own_cassandra: EmbeddedCassandra) -> EmbeddedCassandra:
+    """A Cassandra of the module's own, to be killed and stopped; the next test finds it started again."""
+    _own_cassandra.start(180)
+    return _own_cassandra
 
 
 @pytest.fixture

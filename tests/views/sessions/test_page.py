@@ -98,6 +98,7 @@ def service(store: StoreOptions, tmp_path: Path) -> Iterator[ServiceProcess]:
     found.kill()
 
 
+@pytest.mark.slow
 def test_a_page_shows_a_session_goes_on_after_a_crash_and_misses_and_repeats_nothing(
     store: StoreOptions, service: ServiceProcess, tmp_path: Path
 ) -> None:
@@ -133,6 +134,7 @@ def test_a_page_shows_a_session_goes_on_after_a_crash_and_misses_and_repeats_not
         assert (shown["counted"]["gaps"], shown["note"]) == (0, "")
 
 
+@pytest.mark.slow
 def test_a_page_goes_on_with_a_session_that_is_opened_again(
     store: StoreOptions, service: ServiceProcess, tmp_path: Path
 ) -> None:
@@ -148,6 +150,7 @@ def test_a_page_goes_on_with_a_session_that_is_opened_again(
         assert "opened again" in shown["note"]
 
 
+@pytest.mark.slow
 def test_a_page_waits_for_its_session_and_says_that_a_part_is_missing(
     store: StoreOptions, service: ServiceProcess, tmp_path: Path
 ) -> None:
@@ -170,6 +173,7 @@ def test_a_page_waits_for_its_session_and_says_that_a_part_is_missing(
             until(tab, lambda page: page["events"][0] == "lap 7")
 
 
+@pytest.mark.slow
 def test_the_sessions_are_listed_in_a_page(store: StoreOptions, tmp_path: Path) -> None:
     identity = f"listed/{store.prefix}"
     with driving(store, identity) as car, served(store) as service:

@@ -108,37 +108,34 @@ async def test_a_feed_outlives_its_store_and_loses_and_repeats_nothing(
 
 async def test_reader_and_writer_go_on_after_the_node_was_killed(own_cassandra: EmbeddedCassandra) -> None:
     node = own_cassandra
-    try:
-        options = CassandraSettings(port=node.port, keyspace=unique_name(), timeout=timedelta(seconds=10))
-        with pytest.raises(StoreUnavailable, match="no pipeline has prepared cassandra yet"):
-            await RowReader(options).open()
-        schema.prepare(options)
-        reader, out = RowReader(options), RowWriter(CassandraConnection(options).open())
-        rows = [row(NOON + i, i) for i in range(3_000)]
-        out.write(rows[:1_000])
-        assert await all_of(reader.rows("green", *ALL)) == rows[:1_000]
-        reader.page = 10
-        async with aclosing(reader.rows("green", *ALL)) as pages:
-            await anext(pages)
-            node.kill()
-            with pytest.raises(StoreUnavailable, match="cassandra does not answer"):
-                await all_of(pages)
-        with pytest.raises(StoreUnavailable):
-            out.write(rows[1_000:2_000])
-        with pytest.raises(StoreUnavailable):
-            await reader.buckets("green")
-        node.start(180)
-        for attempt in range(30):
-            try:
-                out.write(rows[1_000:])
-                assert await all_of(reader.rows("green", *ALL)) == rows
-                break
-            except StoreUnavailable:
-                assert attempt < 29
-                await asyncio.sleep(1)
-        await reader.close()
+    options = CassandraSettings(port=node.port, keyspace=unique_name(), timeout=timedelta(seconds=10))
+    with pytest.raises(StoreUnavailable, match="no pipeline has prepared cassandra yet"):
+        await RowReader(options).open()
+    schema.prepare(options)
+    reader, out = RowReader(options), RowWriter(CassandraConnection(options).open())
+    rows = [row(NOON + i, i) for i in range(3_000)]
+    out.write(rows[:1_000])
+    assert await all_of(reader.rows("green", *ALL)) == rows[:1_000]
+    reader.page = 10
+    async with aclosing(reader.rows("green", *ALL)) as pages:
+        await anext(pages)
         node.kill()
-        with pytest.raises(StoreUnavailable, match=r"cassandra does not answer: .*cassandra\.hosts"):
-            await RowReader(options).open()
-    finally:
-        node.start(180)
+        with pytest.raises(StoreUnavailable, match="cassandra does not answer"):
+            await all_of(pages)
+    with pytest.raises(StoreUnavailable):
+        out.write(rows[1_000:2_000])
+    with pytest.raises(StoreUnavailable):
+        await reader.buckets("green")
+    node.start(180)
+    for attempt in range(30):
+        try:
+            out.write(rows[1_000:])
+            assert await all_of(reader.rows("green", *ALL)) == rows
+            break
+        except StoreUnavailable:
+            assert attempt < 29
+            await asyncio.sleep(1)
+    await reader.close()
+    node.kill()
+    with pytest.raises(StoreUnavailable, match=r"cassandra does not answer: .*cassandra\.hosts"):
+        await RowReader(options).open()

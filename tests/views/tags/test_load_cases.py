@@ -168,6 +168,7 @@ def in_rows(request: pytest.FixtureRequest) -> CassandraSettings | None:
     return request.getfixturevalue("rows_store") if request.param == "cassandra" else None
 
 
+@pytest.mark.slow
 async def test_P_01_twenty_readers_of_one_tag_see_all_that_ten_writers_write(
     store: StoreOptions, in_rows: CassandraSettings | None
 ) -> None:
@@ -178,6 +179,7 @@ async def test_P_01_twenty_readers_of_one_tag_see_all_that_ten_writers_write(
     stored.close()
 
 
+@pytest.mark.slow
 async def test_P_02_fifty_sources_in_three_tags_are_complete_and_in_order_for_twenty_readers(
     store: StoreOptions, in_rows: CassandraSettings | None
 ) -> None:
@@ -214,6 +216,7 @@ def read_node(store: StoreOptions, in_rows: CassandraSettings | None, tag: str, 
     return asyncio.run(read())
 
 
+@pytest.mark.slow
 def test_P_03_readers_in_two_processes_see_all_that_two_others_write(
     store: StoreOptions, in_rows: CassandraSettings | None
 ) -> None:
