@@ -90,7 +90,7 @@ local function open_segment(call, log, name, start, count, newest, bytes, is_ful
   end
   local at, t = text(index + 1), text(newest)
   redis.call('HSET', log, 'i', at, 'b', text(start), 'w', text(span), 'e', call.epoch, 'f', text(call.number + 1), 't', t,
-    'p', table.concat({text(call.number + count), text(count), text(bytes), t}, ' '))
+    'p', text(call.number + count) .. ' ' .. text(count) .. ' ' .. text(bytes) .. ' ' .. t)
   return at, t
 end
 
@@ -112,7 +112,7 @@ local function append(call, name, start, count, newest, run)
   start = math.min(start, call.last_start)
   if not is_full and events and start < h[2] + h[3] and h[4] == call.epoch then
     if at < tonumber(seen) then newest = seen end
-    redis.call('HSET', log, 'p', table.concat({last, text(events + count), text(bytes + #run), newest}, ' '))
+    redis.call('HSET', log, 'p', last .. ' ' .. text(events + count) .. ' ' .. text(bytes + #run) .. ' ' .. newest)
   else
     index, newest = open_segment(call, log, name, start, tonumber(count), at, #run, is_full)
   end

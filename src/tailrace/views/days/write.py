@@ -92,7 +92,7 @@ class DaysWriter(Writer):
             yield i, *route, None
 
     def _window(self, records: Slice, begin: int, end: int, marks: Sequence[int]) -> tuple[list[Window], int]:
-        """Return windows from one row on, and the row behind them: ``end``, or where a shard has enough for one call."""
+        """Return windows from one row on, and the row behind them: ``end``, or where a shard has enough for a call."""
         home = home_of(records.partition, self._shards)
         groups: list[dict[str, list[int]]] = [{} for _ in range(self._shards)]
         skipped: dict[str, int] = {}
@@ -159,7 +159,9 @@ class DaysWriter(Writer):
         if len(rows) == 1 and self._terminal is None:
             i = rows[0]
             at, headers = records.times[i], None if records.headers is None else records.headers[i]
-            run = encode_one(records.partition, records.offsets[i], at, records.keys[i], headers, records.values[i] or b"")
+            run = encode_one(
+                records.partition, records.offsets[i], at, records.keys[i], headers, records.values[i] or b""
+            )
             items += ("A", name, bucket_start(at, self.span_ms), 1, at, run)
             return 1
         whole = [(rows, max(map(records.times.__getitem__, rows)), False)] if plain else None
