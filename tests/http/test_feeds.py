@@ -276,9 +276,9 @@ def test_a_feed_that_fails_later_says_so_in_a_frame_and_ends(
     shard = shard_of("a", store.shards)
     log = store.keys.log(shard, "days", "a")
     with valkey_server.client() as connection:
-        last = int(connection.hget(log, "l") or 0) + 1
+        last = int((connection.hget(log, "p") or b"0").split()[0]) + 1
         connection.xadd(store.keys.segment(shard, "days", 0, "a"), {"r": b"secret", "t": 1}, id=f"{last}-1")
-        connection.hset(log, mapping={"l": last, "c": 301})
+        connection.hset(log, "p", f"{last} 301 1 1")
     with followed(client, "/v1/streams/a/events?from=start") as found:
         *before, failure = found
     assert [data(frame)["data"] for frame in before if frame.data] == list(range(len(before) - 1))

@@ -275,7 +275,7 @@ async def test_a_damaged_log_stops_its_own_readers_and_nobody_else(store: StoreO
         shard = feeds.logs.shard_of("bad")
         keys, client = writer.shards.keys, writer.shards.client(shard)
         client.execute_command("XADD", keys.segment(shard, "days", 0, "bad"), "99999-1", "r", b"\x07junk", "t", 1)
-        client.execute_command("HSET", keys.log(shard, "days", "bad"), "l", 99999)
+        client.execute_command("HSET", keys.log(shard, "days", "bad"), "p", "99999 11 11 1")
         client.execute_command("XADD", keys.tail(shard), "*", "days", "bad")
         with pytest.raises(StoreError, match="rebuild the view"):
             await followers[1].until(11)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tailrace.errors import StaleDriver, StoreMismatch
 from tailrace.log.event import Partition
+from tailrace.log.store import LogRegistry
 from tailrace.valkey.marks import advance, conserved, lowest, read_counts, read_marks
 from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare
 from tests.examples import examples
@@ -204,6 +205,27 @@ def test_a_bucket_never_moves_back_and_the_future_is_clamped(store: StoreOptions
     assert buckets[:3] == [day, day + 1, day + 5]
     assert day + 5 < buckets[3] < day + 5000
     assert asyncio.run(read_view(store))["a"] == [f"jobs:0:{i}" for i in range(7)]
+
+
+def test_a_log_whose_open_segment_was_written_field_by_field_is_read_and_goes_on(store: StoreOptions) -> None:
+    writer = Writer(store)
+    records = [Record(i, b"a", time=NOON + i) for i in range(6)]
+    writer.write(records[:2])
+    writer.write(records[2:4])
+    [found] = LogRegistry(writer.shards, "days").logs(["a"])
+    key, client = writer.shards.keys.log(found.shard, "days", "a"), writer.shards.client(found.shard)
+    [segment] = found.log.segments
+    client.hset(key, mapping={"l": segment.last, "c": 4, "z": segment.bytes, "t": segment.newest_ms})
+    client.hdel(key, "p")
+    assert LogRegistry(writer.shards, "days").logs(["a"]) == [found]
+    assert asyncio.run(read_view(store)) == {"a": [record.id for record in records[:4]]}
+    writer.another_task().write(records)
+    assert asyncio.run(read_view(store)) == {"a": [record.id for record in records]}
+    [found] = LogRegistry(writer.shards, "days").logs(["a"])
+    assert [(each.events, each.newest_ms, each.open) for each in found.log.segments] == [
+        (4, NOON + 3, False),
+        (2, NOON + 5, True),
+    ]
 
 
 @pytest.mark.slow

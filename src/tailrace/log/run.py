@@ -260,7 +260,18 @@ _codec = _Codec()
 
 
 def encode(run: Run) -> bytes:
-    body = _encoder.encode(run)
+    return _stored(_encoder.encode(run))
+
+
+def encode_one(
+    partition: Partition, offset: int, time_ms: int, key: bytes | None, headers: Headers | None, value: bytes
+) -> bytes:
+    """Return what ``encode`` does for a run of one record; with many names, most runs are."""
+    columns = (offset,), (time_ms,), (key,), None if headers is None else (headers,), (value,), None
+    return _stored(_encoder.encode((partition.topic, partition.partition, partition.generation, *columns)))
+
+
+def _stored(body: bytes) -> bytes:
     if len(body) < COMPRESS_FROM:
         return _RAW + body
     return _ZSTD + _codec.compress(body)

@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 PACKED_BYTES = 1 << 20
 """Approximate bytes of packed pieces that one read returns, so that a reader's memory does not depend on their size."""
 PAGE = 1000
+REGISTRIES = 50
+"""Registries that upkeep reads in one round trip: nobody else is served meanwhile."""
 STAGED_MS = 3_600_000
 """Time after which staged pieces expire; every further piece of the same segment restarts it."""
 EXPIRE_AT_ONCE = 100
@@ -160,13 +162,15 @@ class LogRegistry:
         return [[e for item in answer for e in read_entries(*item)] for answer in self._shards.run_all(commands)]
 
     def _page(self, shard: int, names: Sequence[str]) -> Iterator[NamedLog]:
-        commands: list[Command] = [(shard, ("HGETALL", self._keys.log(shard, self.view, name))) for name in names]
-        for name, answer in zip(names, self._shards.run_all(commands), strict=True):
-            try:
-                yield NamedLog(shard, name, read_log(answer))
-            except StoreError as error:
-                # The walk continues; an audit reports the missing events.
-                logger.error("stream %r is left out: %s", name, error)
+        for at in range(0, len(names), REGISTRIES):
+            some = names[at : at + REGISTRIES]
+            commands: list[Command] = [(shard, ("HGETALL", self._keys.log(shard, self.view, name))) for name in some]
+            for name, answer in zip(some, self._shards.run_all(commands), strict=True):
+                try:
+                    yield NamedLog(shard, name, read_log(answer))
+                except StoreError as error:
+                    # The walk continues; an audit reports the missing events.
+                    logger.error("stream %r is left out: %s", name, error)
 
 
 class NamedLog(msgspec.Struct, frozen=True):
@@ -327,7 +331,8 @@ class ExpiredCounts(msgspec.Struct, frozen=True):
     """True if the log is gone too."""
 
 
-_OPEN = (b"i", b"b", b"w", b"e", b"f", b"l", b"c", b"z", b"t")
+_OPEN, _BEFORE = (b"i", b"b", b"w", b"e", b"f"), (b"l", b"c", b"z", b"t")
+"""Fields of an open segment; those of the second were one, ``p``, when a newer version wrote it."""
 _ints = msgspec.msgpack.Decoder(list[int]).decode
 
 
@@ -339,7 +344,8 @@ def read_log(answer: Any) -> Log:
         segments = [read_row(int(field[1:]), value) for field, value in fields.items() if field[:1] == b"s"]
         segments.sort(key=lambda segment: segment.index)
         if b"b" in fields:
-            i, b, w, e, f, l, c, z, t = (int(fields[field]) for field in _OPEN)  # noqa: E741
+            grown = fields[b"p"].split() if b"p" in fields else [fields[field] for field in _BEFORE]
+            i, b, w, e, f, l, c, z, t = map(int, [*(fields[field] for field in _OPEN), *grown])  # noqa: E741
             segments.append(Segment(i, b, w, e, f, l, c, z, t, open=True))
         epoch, _, number = fields.get(b"x", b"0 0").partition(b" ")
         return Log(segments, Position(int(epoch), int(number)))

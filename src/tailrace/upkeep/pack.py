@@ -37,9 +37,10 @@ from tailrace.view import View
 
 logger = logging.getLogger(__name__)
 
-GROUP_BYTES = 2 << 20
-GROUP_SEGMENTS = 256
-"""Limits of a group of small segments that are packed together; a larger segment is streamed on its own."""
+GROUP_BYTES = 256 << 10
+GROUP_SEGMENTS = 32
+"""Limits of a group of small segments that are packed together; a larger segment is streamed on its own. The store
+serves nobody else while it reads, stages or swaps a group, so they are what a live writer may have to wait for."""
 BATCH_SEGMENTS = 4_000
 BATCH_BYTES = 64 << 20
 """Limits of one Spark job, in segments and stored bytes; a run can be stopped between two jobs."""

@@ -21,8 +21,8 @@ any text, so it comes last, and no two names share a key. "partition" is the tex
     …:conflicts                  stream  c: conflict of a source that several partitions write; capped
     …:frontier                   hash    rule -> watermark at which its folds were last settled
     …:names:<view>               zset    every name with a log, in lexical order
-    …:log:<view>:<name>          hash    registry of a log: its open segment, its floor, one field per closed segment;
-                                         expires after the last segment
+    …:log:<view>:<name>          hash    registry of a log: its open segment, of which what each run changes is one
+                                         field, its floor, one field per closed segment; expires after the last
     …:seg:<view>:<index>:<name>  stream  <last number>-<events> -> r: run or packed piece, t: running-maximum time
     …:staged:<token>:<view>:<index>:<name>  stream  pieces that upkeep has not swapped in yet; expires
     …:gone:<view>                string  epoch and number of the latest end of a log that expired as a whole

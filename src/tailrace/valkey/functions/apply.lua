@@ -25,7 +25,11 @@ local function apply(keys, args)
   local epoch = redis.call('HGET', tag .. ':meta', 'epoch')
   if not epoch then return {'unready'} end
   local i, n = 9, #args
-  local call = {tag = tag, view = view, source = source, mark = args[5], epoch = epoch}
+  local now, span = milliseconds(), tonumber(args[6])
+  local latest, began = now + args[7], tonumber(redis.call('GET', tag .. ':number') or '0')
+  local call = {tag = tag, view = view, source = source, mark = args[5], epoch = epoch, number = began, span = span,
+    latest = latest, last_start = math.floor(latest / span) * span, opened = {}, logs = log_key(tag, view, ''),
+    segments = tag .. ':seg:' .. view .. ':'}
   local guarded = {}
   while i <= n and GUARDED[args[i]] do
     local kind = GUARDED[args[i]]
@@ -35,28 +39,22 @@ local function apply(keys, args)
     guarded[#guarded + 1] = {kind.write, item}
   end
   for _, each in ipairs(guarded) do each[1](call, each[2]) end
-  local now, span = milliseconds(), tonumber(args[6])
-  local latest = now + args[7]
-  local number = tonumber(redis.call('GET', tag .. ':number') or '0')
-  local began, appended, touched, seen = number, 0, {}, {}
+  local appended, touched, seen = 0, {}, {}
   local function touch(name)
     if seen[name] then return end
     seen[name] = true
     touched[#touched + 1] = name
     touched[#touched + 1] = view
   end
-  local most, period
   while i <= n do
     local kind = args[i]
     if kind == 'A' then
-      local count = tonumber(args[i + 3])
-      number = append(tag, view, epoch, span, latest, number, args[i + 1], tonumber(args[i + 2]), count,
-        tonumber(args[i + 4]), args[i + 5], most, period)
-      appended = appended + count
+      append(call, args[i + 1], args[i + 2], args[i + 3], args[i + 4], args[i + 5])
+      appended = appended + args[i + 3]
       touch(args[i + 1])
       i = i + 6
     elseif kind == 'R' then
-      most, period = tonumber(args[i + 1]), tonumber(args[i + 2])
+      call.most, call.period = tonumber(args[i + 1]), tonumber(args[i + 2])
       i = i + 3
     elseif kind == 'W' then
       touch(args[i + 1])
@@ -65,7 +63,7 @@ local function apply(keys, args)
       seal(tag, view, args[i + 1], now)
       i = i + 2
     elseif kind == 'O' then
-      number = send(tag, epoch, number, unpack(args, i + 1, i + 5))
+      call.number = send(tag, epoch, call.number, unpack(args, i + 1, i + 5))
       i = i + 6
     elseif kind == 'C' then
       redis.call('HINCRBY', tag .. ':counts:' .. view, args[i + 1], args[i + 2])
@@ -78,13 +76,12 @@ local function apply(keys, args)
       redis.call('HSET', times, source, text(newest) .. ' ' .. args[5])
       i = i + 2
     else
-      call.number = number
       i = ITEMS[kind](call, args, i)
-      number = call.number
     end
   end
   for _, finish in pairs(ENDINGS) do finish(call) end
-  if number > began then redis.call('SET', tag .. ':number', text(number)) end
+  if call.number > began then redis.call('SET', tag .. ':number', text(call.number)) end
+  call_many('ZADD', tag .. ':names:' .. view, call.opened)
   if appended > 0 then redis.call('HINCRBY', tag .. ':counts:' .. view, 'stored', appended) end
   -- Lua hands over a limited number of arguments at once.
   for first = 1, #touched, TOLD do

@@ -28,11 +28,12 @@ local function fence(keys, args)
   return {'ok'}
 end
 
--- A log's hash: i index of the newest segment, a of the oldest, t running-maximum time, o floor (no bucket begins before
--- it), x epoch and number of the end of what expired, d whether something had expired before a rebuild moved a back, and
--- the fields below while a segment is open. Closed segments are rows s<index>: {start, span, epoch, first, last, events,
--- bytes, newest, raw bytes, state, replaced…}.
-local OPEN = {'b', 'w', 'e', 'f', 'l', 'c', 'z'}
+-- A log's hash: i index of the newest segment, a of the oldest, t running-maximum time when the newest segment was opened or
+-- closed, o floor (no bucket begins before it), x epoch and number of the end of what expired, d whether something had
+-- expired before a rebuild moved a back, and the fields below while a segment is open. Closed segments are rows s<index>:
+-- {start, span, epoch, first, last, events, bytes, newest, raw bytes, state, replaced…}. Of an open one b, w, e and f are the
+-- first four; p has last, events, bytes and newest, with blanks between. Before p there were l, c and z, and a t that rose.
+local OPEN = {'b', 'w', 'e', 'f', 'p', 'l', 'c', 'z'}
 local RAW, PACKED, SEALED = 0, 1, 2
 
 local function log_key(tag, view, name) return tag .. ':log:' .. view .. ':' .. name end
@@ -40,8 +41,16 @@ local function segment_key(tag, view, index, name) return tag .. ':seg:' .. view
 
 -- Returns the row of an open segment from the answer to HMGET t, OPEN….
 local function open_row(h, state)
-  return {tonumber(h[2]), tonumber(h[3]), tonumber(h[4]), tonumber(h[5]), tonumber(h[6]), tonumber(h[7]), tonumber(h[8]),
-    tonumber(h[1]), 0, state}
+  local last, events, bytes, newest = h[7], h[8], h[9], h[1]
+  if h[6] then last, events, bytes, newest = string.match(h[6], '^(%d+) (%d+) (%d+) (%d+)$') end
+  return {tonumber(h[2]), tonumber(h[3]), tonumber(h[4]), tonumber(h[5]), tonumber(last), tonumber(events), tonumber(bytes),
+    tonumber(newest), 0, state}
+end
+
+-- Ends the open segment of a log, whose row is stored by the caller, or removed.
+local function end_open(log, row)
+  redis.call('HDEL', log, unpack(OPEN))
+  redis.call('HSET', log, 't', text(row[8]))
 end
 
 -- Returns a segment's row, and whether it is the open one; nil when there is none.
@@ -57,40 +66,58 @@ local function raise_floor(log, floor)
   if not known or tonumber(known) < floor then redis.call('HSET', log, 'o', text(floor)) end
 end
 
+-- Opens a segment for a run, in its own bucket, but not before the floor, and in the same bucket if that is why the open one
+-- ends. Returns its index, and the newest time of the log with the run.
+local function open_segment(call, log, name, start, count, newest, bytes, is_full)
+  local h, span = redis.call('HMGET', log, 't', unpack(OPEN)), call.span
+  local more = redis.call('HMGET', log, 'i', 'o', 'x')
+  local index = tonumber(more[1] or '-1')
+  newest = math.max(newest, tonumber(h[1] or '0'))
+  if h[2] then
+    local row = open_row(h, is_full and SEALED or RAW)
+    newest = math.max(newest, row[8])
+    redis.call('HSET', log, 's' .. more[1], cmsgpack.pack(row))
+    if start < row[1] + row[2] then start, span = row[1], row[2] end
+  else
+    call.opened[#call.opened + 1] = 0
+    call.opened[#call.opened + 1] = name
+    if more[1] or more[2] or more[3] then redis.call('PERSIST', log) end
+    if more[2] and start < tonumber(more[2]) then start = math.ceil(more[2] / span) * span end
+    if index < 0 then
+      if call.gone == nil then call.gone = redis.call('GET', call.tag .. ':gone:' .. call.view) end
+      if call.gone then redis.call('HSET', log, 'x', call.gone) end
+    end
+  end
+  local at, t = text(index + 1), text(newest)
+  redis.call('HSET', log, 'i', at, 'b', text(start), 'w', text(span), 'e', call.epoch, 'f', text(call.number + 1), 't', t,
+    'p', text(call.number + count) .. ' ' .. text(count) .. ' ' .. text(bytes) .. ' ' .. t)
+  return at, t
+end
+
 -- Appends one run to a log. A run that begins before the end of the open bucket goes there; otherwise a new segment is
 -- opened in its own bucket, but not before the floor nor after the latest time allowed. A new epoch opens one in the same bucket;
--- so does, if most is given, the first run of a period when the open one has so many entries: it is sealed, to be packed soon.
-local function append(tag, view, epoch, span, latest, number, name, start, count, newest, run, most, period)
-  local log = log_key(tag, view, name)
-  local h = redis.call('HMGET', log, 't', 'b', 'w', 'e', 'f', 'l', 'c', 'z', 'i', 'o')
-  local index, last, newest_seen = tonumber(h[9] or '-1'), number + count, tonumber(h[1] or '0')
+-- so does, if call.most is given, the first run of a period when the open one has so many entries: it is sealed, to be packed soon.
+-- Most calls append to most of their logs once, so three commands for a run are what the store's time goes into.
+local function append(call, name, start, count, newest, run)
+  local log = call.logs .. name
+  local h = redis.call('HMGET', log, 'p', 'b', 'w', 'e', 'i')
+  local index, last = h[5], text(call.number + count)
+  local events, bytes, seen
+  if h[1] then events, bytes, seen = string.match(h[1], '^%d+ (%d+) (%d+) (%d+)$') end
+  local at = tonumber(newest)
   -- A record from the future must not make the log look young for ever.
-  newest = math.max(math.min(newest, latest), newest_seen)
-  start = math.min(start, math.floor(latest / span) * span)
-  local ends = h[2] and h[2] + h[3]
-  local is_full = most and h[2] and math.floor(newest / period) > math.floor(newest_seen / period)
-    and redis.call('XLEN', segment_key(tag, view, h[9], name)) >= most
-  if h[2] and start < ends and h[4] == epoch and not is_full then
-    redis.call('HSET', log, 'l', text(last), 'c', text(h[7] + count), 'z', text(h[8] + #run), 't', text(newest))
+  if at > call.latest then at, newest = call.latest, text(call.latest) end
+  local is_full = call.most and seen and math.floor(at / call.period) > math.floor(seen / call.period)
+    and redis.call('XLEN', call.segments .. index .. ':' .. name) >= call.most
+  start = math.min(start, call.last_start)
+  if not is_full and events and start < h[2] + h[3] and h[4] == call.epoch then
+    if at < tonumber(seen) then newest = seen end
+    redis.call('HSET', log, 'p', last .. ' ' .. text(events + count) .. ' ' .. text(bytes + #run) .. ' ' .. newest)
   else
-    if h[2] then
-      redis.call('HSET', log, 's' .. h[9], cmsgpack.pack(open_row(h, is_full and SEALED or RAW)))
-      if start < ends then start, span = tonumber(h[2]), tonumber(h[3]) end
-    else
-      redis.call('ZADD', tag .. ':names:' .. view, 0, name)
-      redis.call('PERSIST', log)
-      if h[10] and start < tonumber(h[10]) then start = math.ceil(h[10] / span) * span end
-      if index < 0 then
-        local gone = redis.call('GET', tag .. ':gone:' .. view)
-        if gone then redis.call('HSET', log, 'x', gone) end
-      end
-    end
-    index = index + 1
-    redis.call('HSET', log, 'i', text(index), 'b', text(start), 'w', text(span), 'e', epoch, 'f', text(number + 1),
-      'l', text(last), 'c', text(count), 'z', text(#run), 't', text(newest))
+    index, newest = open_segment(call, log, name, start, tonumber(count), at, #run, is_full)
   end
-  redis.call('XADD', segment_key(tag, view, text(index), name), text(last) .. '-' .. text(count), 'r', run, 't', text(newest))
-  return last
+  redis.call('XADD', call.segments .. index .. ':' .. name, last .. '-' .. count, 'r', run, 't', newest)
+  call.number = call.number + count
 end
 
 -- Closes the open segment before its bucket ends, unless the bucket lies in the future: that one was opened by an
@@ -99,9 +126,10 @@ local function seal(tag, view, name, now)
   local log = log_key(tag, view, name)
   local h = redis.call('HMGET', log, 't', unpack(OPEN))
   if not h[2] or tonumber(h[2]) > now then return end
-  redis.call('HSET', log, 's' .. redis.call('HGET', log, 'i'), cmsgpack.pack(open_row(h, SEALED)))
-  redis.call('HDEL', log, unpack(OPEN))
-  raise_floor(log, h[2] + h[3])
+  local row = open_row(h, SEALED)
+  redis.call('HSET', log, 's' .. redis.call('HGET', log, 'i'), cmsgpack.pack(row))
+  end_open(log, row)
+  raise_floor(log, row[1] + row[2])
 end
 
 local function milliseconds()

@@ -64,7 +64,7 @@ local function swap(keys, args)
   put_staged(tag, token, view, index, name)
   row[7], row[9], row[10] = tonumber(args[9]), tonumber(args[10]), PACKED
   redis.call('HSET', log, 's' .. index, cmsgpack.pack(row))
-  if open then redis.call('HDEL', log, unpack(OPEN)) end
+  if open then end_open(log, row) end
   raise_floor(log, ends)
   return {'ok'}
 end
@@ -87,7 +87,7 @@ local function expire(keys, args)
       if math.max(row[1] + row[2], row[8]) + args[4] > now then left = true break end
       redis.call('UNLINK', segment_key(tag, view, index, name))
       redis.call('HDEL', log, 's' .. index)
-      if open then redis.call('HDEL', log, unpack(OPEN)) end
+      if open then end_open(log, row) end
       raise_floor(log, row[1] + row[2])
       ended = text(row[3]) .. ' ' .. text(row[5])
       if row[3] ~= epoch then epoch, carried = row[3], {} end
@@ -172,7 +172,7 @@ local function replace(keys, args)
   local log = log_key(tag, view, name)
   local epoch = tonumber(redis.call('HGET', tag .. ':meta', 'epoch') or '0')
   local first_new = 6 + 3 * tonumber(args[5])
-  local going, open_start, ended = {}, nil, nil
+  local going, open_one, ended = {}, nil, nil
   for i = 6, first_new - 1, 3 do
     if args[i + 1] == '' then
       going[args[i]] = 0
@@ -180,7 +180,7 @@ local function replace(keys, args)
       local row, open = find_row(log, args[i])
       if not row or row[3] ~= tonumber(args[i + 1]) or row[5] ~= tonumber(args[i + 2]) then return {'moved'} end
       if row[3] >= epoch then return {'moved'} end
-      if open then open_start = row[1] end
+      if open then open_one = row end
       going[args[i]], ended = row[4], text(row[3]) .. ' ' .. text(row[5])
     end
   end
@@ -203,9 +203,9 @@ local function replace(keys, args)
     redis.call('UNLINK', key)
     redis.call('HDEL', log, 's' .. args[i])
   end
-  if open_start then
-    redis.call('HDEL', log, unpack(OPEN))
-    raise_floor(log, open_start)
+  if open_one then
+    end_open(log, open_one)
+    raise_floor(log, open_one[1])
   end
   if not top then
     local goes_on = redis.call('HEXISTS', log, 'b') == 1
@@ -231,6 +231,8 @@ local function replace(keys, args)
   end
   if lowest <= 0 and tonumber(redis.call('HGET', log, 'a') or '0') > 0 then redis.call('HSET', log, 'd', '1') end
   redis.call('HSET', log, 'a', text(lowest), 'i', text(highest), 't', text(newest))
+  local head, seen = string.match(redis.call('HGET', log, 'p') or '', '^(.* )(%d+)$')
+  if seen and tonumber(seen) < newest then redis.call('HSET', log, 'p', head .. text(newest)) end
   redis.call('ZADD', tag .. ':names:' .. view, 0, name)
   redis.call('PERSIST', log)
   if leftovers then clear_leftovers(tag, view, name, log, top) end
@@ -260,7 +262,7 @@ local function thin(keys, args)
     if args[11] ~= '' then redis.call('HSET', log, 's' .. args[11], args[12]) end
   end
   if open then
-    redis.call('HDEL', log, unpack(OPEN))
+    end_open(log, row)
     raise_floor(log, row[1])
   end
   if pieces > 0 then return {'ok'} end

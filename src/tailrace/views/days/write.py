@@ -14,7 +14,7 @@ import msgspec
 from tailrace.config.settings import Settings
 from tailrace.driver.slice import Plan, Slice, Window, Writer
 from tailrace.log.event import Unnameable, element_of, home_of, join_name, name_of_key, shard_of
-from tailrace.log.run import Run, encode
+from tailrace.log.run import Run, encode, encode_one
 from tailrace.log.segment import DAY_MS, bucket_start
 from tailrace.query import ValueFilter
 from tailrace.valkey.shards import Arg
@@ -67,21 +67,14 @@ class DaysWriter(Writer):
         # The limit holds for what is sent; a window's raw records compress about eightfold, spread over the shards.
         self._raw_bytes, self._runs = plan.window_bytes * 8, plan.window_runs
         self._routes: dict[bytes | None, tuple[int, str]] = {}
-        self._rows = 1 << 14
 
     def cut(self, records: Slice, marks: Sequence[int]) -> list[Window]:
         """Return the windows of a slice. A window that would be too large is cut in two by offset, never by name."""
         begin = bisect_right(records.offsets, min(marks))
         windows: list[Window] = []
         while begin < len(records):
-            end = min(begin + self._rows, len(records))
-            cut = self._window(records, begin, end, marks)
-            if cut is None:
-                self._rows = max(1, (end - begin) // 2)
-                continue
+            cut, begin = self._window(records, begin, len(records), marks)
             windows += cut
-            begin = end
-        self._rows = min(1 << 14, self._rows + (self._rows >> 2) + 1)
         return windows
 
     def named(self, records: Slice) -> Iterator[tuple[int, int, str, None]]:
@@ -98,8 +91,8 @@ class DaysWriter(Writer):
                     continue
             yield i, *route, None
 
-    def _window(self, records: Slice, begin: int, end: int, marks: Sequence[int]) -> list[Window] | None:
-        """Group one range of rows by shard and name; None when a shard would get too much in one call."""
+    def _window(self, records: Slice, begin: int, end: int, marks: Sequence[int]) -> tuple[list[Window], int]:
+        """Return windows from one row on, and the row behind them: ``end``, or where a shard has enough for a call."""
         home = home_of(records.partition, self._shards)
         groups: list[dict[str, list[int]]] = [{} for _ in range(self._shards)]
         skipped: dict[str, int] = {}
@@ -136,9 +129,9 @@ class DaysWriter(Writer):
             else:
                 rows.append(i)
             sizes[shard] += len(value) if heads is None and by_key else _weight(records, i)
-        divisible = end - begin > 1
-        if divisible and (max(sizes) > self._raw_bytes or max(map(len, groups)) > self._runs):
-            return None
+            if sizes[shard] >= self._raw_bytes or len(groups[shard]) >= self._runs:
+                end = i + 1
+                break
         last = offsets[end - 1]
         times = records.times[begin:end]
         plain = self._terminal is None and min(times) // self.span_ms == max(times) // self.span_ms
@@ -155,14 +148,22 @@ class DaysWriter(Writer):
             runs = 0
             for name, rows in names.items():
                 runs += self._append(items, records, name, rows, plain)
-                if divisible and runs > self._runs:
-                    return None
+            if runs > self._runs and end - begin > 1:  # buckets end within names
+                return self._window(records, begin, (begin + end) // 2, marks)
             if items and last > marks[shard]:
                 windows.append(Window(shard, last, items))
-        return windows
+        return windows, end
 
     def _append(self, items: list[Arg], records: Slice, name: str, rows: list[int], plain: bool) -> int:
         """Add the runs of one name: one, unless its bucket changes or is sealed inside; return how many."""
+        if len(rows) == 1 and self._terminal is None:
+            i = rows[0]
+            at, headers = records.times[i], None if records.headers is None else records.headers[i]
+            run = encode_one(
+                records.partition, records.offsets[i], at, records.keys[i], headers, records.values[i] or b""
+            )
+            items += ("A", name, bucket_start(at, self.span_ms), 1, at, run)
+            return 1
         whole = [(rows, max(map(records.times.__getitem__, rows)), False)] if plain else None
         parts = whole or list(self._parts(records, rows))
         for part, newest, is_sealed in parts:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -55,7 +55,7 @@ _decode = msgspec.json.Decoder().decode
 _decode_text = msgspec.json.Decoder(str).decode
 
 
-class TaggedEvent(NamedTuple):
+class TaggedEvent(msgspec.Struct, frozen=True, gc=False):
     source: str
     seq: int
     tags: tuple[str, ...]
@@ -153,7 +153,7 @@ def _decode_tags(raw: bytes) -> tuple[tuple[str, ...], int]:
     return tags, len(texts) - len(tags)
 
 
-class SourceProgress(msgspec.Struct, frozen=True):
+class SourceProgress(msgspec.Struct, frozen=True, gc=False):
     """The last event of a source in a tag. The shard stores it, and compares it before it applies a window."""
 
     number: int = 0
@@ -189,7 +189,9 @@ def timeuuid_ms(time_ms: int, floor_ms: int, progress: Sequence[SourceProgress],
     It is the time of the record, at most ``latest_ms``, raised to the floor of its partition in the shard and to the
     progress of its source in each of the tags.
     """
-    ms = max(floor_ms, min(time_ms, latest_ms))
+    ms = time_ms if time_ms < latest_ms else latest_ms
+    if ms < floor_ms:
+        ms = floor_ms
     for each in progress:
         # Timeuuids of one millisecond are ordered by offset, which says nothing between two partitions.
         least = each.ms if each.partition == partition else each.ms + 1

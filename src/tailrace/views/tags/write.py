@@ -164,16 +164,20 @@ class TagsWriter(Writer):
             event = tagged.events.get(i)
             if event is None:
                 continue
+            offset = offsets[i]
             for shard, tags in _by_shard(event.tags, self._shards):
-                if offsets[i] <= marks[shard]:
+                if offset <= marks[shard]:
                     continue
                 share = shares.get(shard)
                 if share is None:
                     share = shares[shard] = _ShardWindow(records.partition, floors[shard], self._progress, latest)
-                share.add(i, offsets[i], times[i], event, tags)
+                share.add(i, offset, times[i], event, tags)
                 share.size += len(tags) * len(values[i] or b"")
-                is_full |= (
-                    share.size > self._max_bytes or len(share.events) > self._max_runs or share.changed >= MAX_PROGRESS
+                is_full = (
+                    is_full
+                    or share.size > self._max_bytes
+                    or share.changed >= MAX_PROGRESS
+                    or len(share.events) > self._max_runs
                 )
             if is_full:
                 windows += self._windows(tagged, shares, begin, i + 1, marks)
@@ -367,7 +371,8 @@ class _ShardWindow:
         known = [progress[tag][source] for tag in tags]
         self.floor = ms = timeuuid_ms(time_ms, self.floor, known, label, self._latest_ms)
         for tag, before in zip(tags, known, strict=True):
-            if conflict := before.conflict(seq, label):
+            number = before.number + 1
+            if number > 1 and (conflict := before.conflict(seq, label)):
                 at, last = event_id(self._partition, offset), {"seq": before.seq, "partition": before.partition}
                 report = {"conflict": conflict, "tag": tag, "source": source, "seq": seq, "id": at, "before": last}
                 self.conflicts += ["C", f"conflict:{conflict}", 1, "K", _encode(report)]
@@ -378,10 +383,11 @@ class _ShardWindow:
             if source not in self._before[tag]:
                 self._before[tag][source] = before
                 self.changed += 1
-            progress[tag][source] = SourceProgress(before.number + 1, seq, ms, label)
-            events.rows.append(row)
-            events.numbers.append(before.number + 1)
-            events.timeuuids.append(ms)
+            progress[tag][source] = SourceProgress(number, seq, ms, label)
+            rows, numbers, timeuuids = events
+            rows.append(row)
+            numbers.append(number)
+            timeuuids.append(ms)
 
     def progress_items(self) -> list[Arg]:
         """Return the floor and the progress that the shard compares, and those that it then writes."""

@@ -186,7 +186,7 @@ _writers: dict[tuple[int, CassandraSettings, int], RowWriter] = {}
 def _size(row: RowKey) -> int:
     if not isinstance(row, StoredRow):
         return _ROW_BYTES
-    headers = sum(len(name) + len(value or b"") for name, value in row.headers)
+    headers = sum(len(name) + len(value or b"") for name, value in row.headers) if row.headers else 0
     return _ROW_BYTES + len(row.value or b"") + len(row.key or b"") + headers
 
 
