@@ -27,8 +27,8 @@ from examples.sync_search import COLUMNS, Index, Overtaken, main, sample
 from tailrace.config.settings import load
 from tailrace.testing.installation import NO_BROKER, ServiceThread
 from tailrace.valkey.shards import StoreOptions
-from tailrace.views.folds.model import ClosedFold, Clump, Input, Rule, RuleInput, RuleReader, fold_record, stream_of
-from tailrace.views.folds.store import rules_of
+from tailrace.views.folds.model import ClosedFold, Clump, Input, Rule, RuleInput, RuleReader
+from tailrace.views.folds.store import fold_record, rules_of, stream_of
 from tests.http.parts import Streams
 from tests.writing import NOON
 

@@ -24,9 +24,9 @@ from tailrace.views.folds.model import (
     Time,
     Windows,
     add_offset,
-    fold_record,
     unpack_offsets,
 )
+from tailrace.views.folds.store import fold_record
 from tests.views.folds.rig import inputs_of
 
 RULE = Rule(

@@ -23,8 +23,8 @@ from tailrace.views.folds.model import (
     RuleInput,
     RuleReader,
     Windows,
-    fold_record,
 )
+from tailrace.views.folds.store import fold_record
 
 Held: TypeAlias = "dict[bytes, list[Clump]]"
 

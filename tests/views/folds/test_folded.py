@@ -9,7 +9,8 @@ import msgspec
 
 from tailrace.log.event import key_elements
 from tailrace.views.folds.collect import Collect
-from tailrace.views.folds.model import ClosedFold, Input, Rule, RuleInput, RuleReader, Windows, fold_record, stream_of
+from tailrace.views.folds.model import ClosedFold, Input, Rule, RuleInput, RuleReader, Windows
+from tailrace.views.folds.store import fold_record, stream_of
 
 NOON = 1_789_200_000_000
 

@@ -37,11 +37,10 @@ from functools import cached_property
 from itertools import accumulate, islice
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeAlias
-from zlib import crc32
 
 import msgspec
 
-from tailrace.log.event import iso_time, join_name, shard_of
+from tailrace.log.event import shard_of
 from tailrace.query import Record, ValueFilter
 from tailrace.query.value import CACHE_SIZE, FieldPath, canonical, field_reader, follow
 from tailrace.views.folds.collect import COLLECTORS, Collect, Position
@@ -60,8 +59,6 @@ MAX_CACHED_GROUP = 200
 """Longest group that is cached."""
 MAX_GROUP_BYTES = 4096
 """Longest group that is folded: it is the name of a hash field in the store."""
-STREAM = "folds"
-"""First element of the key of every folded event; the second is the rule."""
 
 _encode = msgspec.json.Encoder().encode
 _decode_parts = msgspec.json.Decoder(list[msgspec.Raw]).decode
@@ -148,8 +145,7 @@ class Folding:
     def absorb(self, clumps: list[Clump], inputs: Sequence[Input], watermark: Time) -> list[ClosedFold]:
         """Add events to a group; return the folds that close."""
         finished = self.settle(clumps, watermark)
-        max_count, max_bytes = self.windows.max_count, self.windows.max_bytes
-        reach = watermark + self._max_wait
+        max_count, max_bytes, reach = self.windows.max_count, self.windows.max_bytes, watermark + self._max_wait
         i = 0
         while i < len(inputs):
             # Most events belong to the last clump.
@@ -245,11 +241,8 @@ class Folding:
 
     def weigh(self, extracts: Sequence[Any]) -> int:
         """Return the exact upper bound of the bytes that an event adds."""
-        return OFFSET_BYTES + sum(
-            collector.weigh(part)
-            for collector, part in zip(self._collectors, extracts, strict=True)
-            if part is not None
-        )
+        pairs = zip(self._collectors, extracts, strict=True)
+        return OFFSET_BYTES + sum(collector.weigh(part) for collector, part in pairs if part is not None)
 
     def settle(self, clumps: list[Clump], watermark: Time) -> list[ClosedFold]:
         """Close and return the folds that are due at the watermark."""
@@ -396,8 +389,7 @@ class Folding:
 
     def _merge(self, left: Clump, right: Clump) -> None:
         if right.extracts is not None:
-            arrived, partition, offset = right.head
-            self._add(left, arrived, partition, offset, right.extracts, right.opened)
+            self._add(left, *right.head, right.extracts, right.opened)
             return
         self._gather(left)
         left.opened, left.last = min(left.opened, right.opened), max(left.last, right.last)
@@ -541,7 +533,8 @@ class RuleReader:
     """Reads events for one rule and decodes only what the rule needs; QueryError if the rule's query is refused."""
 
     def __init__(self, rule: Rule) -> None:
-        self._where, self._null = ValueFilter(rule.where) if rule.where else None, rule.missing == "null"
+        self.rule, self._null = rule, rule.missing == "null"
+        self._where = ValueFilter(rule.where) if rule.where else None
         self.asks_record = self._where is not None and self._where.asks_record
         """True if the rule's query tests the record's metadata; if not, ``read`` needs no record."""
         paths = [*rule.group, *(collect.path for collect in rule.collect)]
@@ -605,46 +598,3 @@ def parse_group(values: Sequence[Any] | dict[str, Any], rule: Rule) -> bytes:
     if len(values) != len(names):
         raise ValueError(f"an array of {len(names)}: {', '.join(names)}")
     return b"[" + b",".join(canonical(msgspec.json.encode(part)) for part in values) + b"]"
-
-
-def stream_of(rule: str) -> str:
-    """Return the name of the day stream of a rule's folded events."""
-    return join_name([STREAM, rule])
-
-
-class Message(NamedTuple):
-    id: str
-    """Identity in the outbox; the part before ``#`` is the fold's id."""
-    topic: str
-    key: bytes
-    value: bytes
-
-
-def fold_record(rule: Rule, group: bytes, finished: ClosedFold, emitted_ms: int) -> Message:
-    """Return the record of a closed fold; ``emitted_ms`` is the watermark."""
-    clump = finished.clump
-    first_ms, label, offset = clump.head
-    id_ = f"{rule.name}:{label}:{offset}"
-    values = {
-        collect.name: msgspec.Raw(COLLECTORS[collect.kind].result(state))
-        for collect, state in zip(rule.collect, clump.states, strict=True)
-    }
-    inputs: list[dict[str, Any]] = []
-    for name, ranges in sorted(clump.inputs.items()):
-        topic, _, partition = name.rpartition(":")
-        inputs.append({"topic": topic, "partition": int(partition), "offsets": ranges})
-    shown = _encode(inputs)
-    event: dict[str, Any] = {
-        "id": id_,
-        "rule": rule.name,
-        "group": msgspec.Raw(rule.group_json(group)),
-        "values": values,
-        "count": clump.count,
-        "first": iso_time(first_ms),
-        "last": iso_time(clump.latest),
-        "reason": finished.reason,
-        "due": iso_time(finished.due),
-        "emitted": iso_time(emitted_ms),
-        "inputs": msgspec.Raw(shown),
-    }
-    return Message(f"{id_}#{crc32(shown):08x}", rule.output, _encode([STREAM, rule.name]), _encode(event))

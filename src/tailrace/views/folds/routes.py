@@ -54,7 +54,7 @@ from tailrace.http.service import LogService, Service, ViewService
 from tailrace.log.event import iso_time
 from tailrace.metrics import FoldMetrics
 from tailrace.valkey.shards import Command, mapping
-from tailrace.views.folds.model import Rule, Windows, parse_group, stream_of
+from tailrace.views.folds.model import Rule, Windows, parse_group
 from tailrace.views.folds.store import (
     COUNTERS,
     VIEW,
@@ -69,6 +69,7 @@ from tailrace.views.folds.store import (
     decode_numbers,
     rules_of,
     settle_arguments,
+    stream_of,
     with_windows,
 )
 

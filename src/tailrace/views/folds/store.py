@@ -18,7 +18,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
+from zlib import crc32
 
 import msgspec
 from pydantic import ValidationError
@@ -26,10 +27,11 @@ from pydantic import ValidationError
 from tailrace.config.settings import Settings, wanted_by
 from tailrace.config.values import compile_pattern
 from tailrace.errors import BrokerUnavailable, PipelineError, StaleDriver, StoreError, StoreUnavailable
+from tailrace.log.event import iso_time, join_name
 from tailrace.query.value import split_path
 from tailrace.valkey.shards import Arg, Command, Shards, mapping
-from tailrace.views.folds.collect import Collect
-from tailrace.views.folds.model import NEVER, ClosedFold, Rule, Windows, fold_record
+from tailrace.views.folds.collect import COLLECTORS, Collect
+from tailrace.views.folds.model import NEVER, ClosedFold, Rule, Windows
 from tailrace.views.folds.settings import FoldSettings, parse_collect
 
 logger = logging.getLogger(__name__)
@@ -38,6 +40,8 @@ VIEW = "folds"
 VERSION_BYTES = 8
 COUNTERS = ("input", "new", "emitted", "premature")
 """Counters of every rule, each stored as <counter>:<rule>."""
+STREAM = "folds"
+"""First element of the key of every folded event; the second is the rule."""
 CALL_BYTES = 512 << 10
 """About how many bytes one call carries."""
 
@@ -74,6 +78,7 @@ class AppliedRule(msgspec.Struct, frozen=True):
     """False while a writer may still go by earlier windows: what is pending is given its due time once more."""
 
 
+_encode = msgspec.json.Encoder().encode
 _decode_rule = msgspec.json.Decoder(AppliedRule).decode
 
 
@@ -98,6 +103,49 @@ def new_version() -> bytes:
 
 def decode_group(answer: bytes | None) -> StoredGroup:
     return StoredGroup() if answer is None else StoredGroup(answer[:VERSION_BYTES], answer[VERSION_BYTES:])
+
+
+def stream_of(rule: str) -> str:
+    """Return the name of the day stream of a rule's folded events."""
+    return join_name([STREAM, rule])
+
+
+class Message(NamedTuple):
+    id: str
+    """Identity in the outbox; the part before ``#`` is the fold's id."""
+    topic: str
+    key: bytes
+    value: bytes
+
+
+def fold_record(rule: Rule, group: bytes, finished: ClosedFold, emitted_ms: int) -> Message:
+    """Return the record of a closed fold; ``emitted_ms`` is the watermark."""
+    clump = finished.clump
+    first_ms, label, offset = clump.head
+    id_ = f"{rule.name}:{label}:{offset}"
+    values = {
+        collect.name: msgspec.Raw(COLLECTORS[collect.kind].result(state))
+        for collect, state in zip(rule.collect, clump.states, strict=True)
+    }
+    inputs: list[dict[str, Any]] = []
+    for name, ranges in sorted(clump.inputs.items()):
+        topic, _, partition = name.rpartition(":")
+        inputs.append({"topic": topic, "partition": int(partition), "offsets": ranges})
+    shown = _encode(inputs)
+    event: dict[str, Any] = {
+        "id": id_,
+        "rule": rule.name,
+        "group": msgspec.Raw(rule.group_json(group)),
+        "values": values,
+        "count": clump.count,
+        "first": iso_time(first_ms),
+        "last": iso_time(clump.latest),
+        "reason": finished.reason,
+        "due": iso_time(finished.due),
+        "emitted": iso_time(emitted_ms),
+        "inputs": msgspec.Raw(shown),
+    }
+    return Message(f"{id_}#{crc32(shown):08x}", rule.output, _encode([STREAM, rule.name]), _encode(event))
 
 
 def emit_arguments(

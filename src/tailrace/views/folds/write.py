@@ -20,7 +20,7 @@ import threading
 import time
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, count, pairwise
@@ -36,9 +36,8 @@ from tailrace.driver.slice import AppliedMarks, Plan, RecordLimits, Slice, Windo
 from tailrace.errors import BadRequest, ConfigError, PipelineError, StoreChanged, StoreError, StoreUnavailable
 from tailrace.log.event import Partition, event_id, home_of, poison
 from tailrace.log.segment import DAY_MS
-from tailrace.query.value import CACHE_SIZE
 from tailrace.valkey.shards import Arg, Call, Command, Shards, StoreOptions, prepare
-from tailrace.views.folds.model import MAX_CACHED_GROUP, NEVER, ClosedFold, Clump, Rule, RuleInput, RuleReader, Time
+from tailrace.views.folds.model import NEVER, ClosedFold, Clump, Rule, RuleInput, RuleReader, Time
 from tailrace.views.folds.settings import FoldSettings
 from tailrace.views.folds.store import (
     VIEW,
@@ -75,21 +74,6 @@ Key: TypeAlias = tuple[int, int, bytes]
 
 Inputs: TypeAlias = list[Any]
 """``Input`` fields in offset order, as plain tuples: one is made for every event."""
-
-_Puts: TypeAlias = tuple[Callable[[Any], None], Callable[[int], None]]
-"""Of a group: adds an input to it, and an offset to those that its shard stores."""
-
-
-_Numbered: TypeAlias = Sequence[tuple[int, RuleInput]]
-"""Events of a publisher with their numbers."""
-
-
-class CompiledRule(NamedTuple):
-    """A rule with its reader, and a cache of the shards of its groups."""
-
-    rule: Rule
-    reader: RuleReader
-    homes: dict[bytes, int]
 
 
 class SliceInputs(NamedTuple):
@@ -181,7 +165,7 @@ class FoldsWriter(Writer):
 
     def __init__(self, folds: FoldsPlan, plan: Plan) -> None:
         self._shards = shards = plan.store.shards
-        self._rules = [CompiledRule(rule, RuleReader(rule), {}) for rule in folds.rules]
+        self._rules = [RuleReader(rule) for rule in folds.rules]
         self._outputs = outputs_of(folds.rules)
         self._rules_by_topic: dict[str, list[int]] = {}
         # A changed state is sent as a whole, though an event adds little to it.
@@ -208,7 +192,8 @@ class FoldsWriter(Writer):
         stored, self._watermarks, rules = FoldStore(shards).read(listed)
         if rules != self._applied:
             self._applied = rules
-            self._rules = [_as_applied(compiled, rules) for compiled in self._rules]
+            for reader in self._rules:
+                reader.rule = _as_applied(reader.rule, rules)
         self._states = {
             (shard, n, group): HeldGroup(h, h.version)
             for ((shard, n), groups), answer in zip(wanted.items(), stored, strict=True)
@@ -224,10 +209,9 @@ class FoldsWriter(Writer):
         times = records.times if max(records.times) <= now_ms else [min(t, now_ms) for t in records.times]
         arrivals = arrivals_of(records.offsets, times, applied)
         label, offsets, poison = str(records.partition), records.offsets, records.poison
-        chosen = [
-            (n, self._rules[n], arrivals if self._rules[n].rule.clock == "arrival" else times, dict[bytes, _Puts]())
-            for n in self._rules_of(records.partition.topic)
-        ]
+        clocks = {"arrival": arrivals, "event": times}
+        rules = [(n, self._rules[n]) for n in self._rules_of(records.partition.topic)]
+        chosen = [(n, each, clocks[each.rule.clock], dict[bytes, tuple[Any, Any]]()) for n, each in rules]
         total = 0
         for i, value in enumerate(records.values):
             if value is None:
@@ -236,8 +220,7 @@ class FoldsWriter(Writer):
             if poison and i in poison:
                 continue
             why, counted = NO_RULE, False
-            for n, compiled, clock, known in chosen:
-                reader = compiled.reader
+            for n, reader, clock, known in chosen:
                 taken = reader.read(value, records.record(i) if reader.asks_record else None)
                 if isinstance(taken, str):
                     why = taken
@@ -245,7 +228,7 @@ class FoldsWriter(Writer):
                 group, size, extracts = taken
                 puts = known.get(group)
                 if puts is None:
-                    shard = self._home(compiled, group)
+                    shard = reader.rule.shard(group, self._shards)
                     inputs = groups[shard, n, group] = []
                     puts = known[group] = inputs.append, stored[shard].append
                 put, count_stored = puts
@@ -254,26 +237,16 @@ class FoldsWriter(Writer):
                 if not counted:
                     count_stored(offsets[i])
                     counted = True
-                if compiled.rule.raw:
+                if reader.rule.raw:
                     raw.append((i, n))
             if not counted:
                 skipped[i] = why
         return SliceInputs(records, groups, stored, skipped, raw, arrivals, total)
 
-    def _home(self, compiled: CompiledRule, group: bytes) -> int:
-        shard = compiled.homes.get(group)
-        if shard is None:
-            if len(compiled.homes) >= CACHE_SIZE:
-                compiled.homes.clear()
-            shard = compiled.rule.shard(group, self._shards)
-            if len(group) <= MAX_CACHED_GROUP:
-                compiled.homes[group] = shard
-        return shard
-
     def _rules_of(self, topic: str) -> list[int]:
         numbers = self._rules_by_topic.get(topic)
         if numbers is None:
-            numbers = [n for n, compiled in enumerate(self._rules) if reads_topic(compiled.rule, topic, self._outputs)]
+            numbers = [n for n, each in enumerate(self._rules) if reads_topic(each.rule, topic, self._outputs)]
             self._rules_by_topic[topic] = numbers
         return numbers
 
@@ -345,12 +318,12 @@ class FoldsWriter(Writer):
         return items
 
 
-def _as_applied(compiled: CompiledRule, applied: Mapping[bytes, bytes]) -> CompiledRule:
+def _as_applied(rule: Rule, applied: Mapping[bytes, bytes]) -> Rule:
     """Return a rule with the windows that the pipeline applies now: they may change while tasks run."""
-    rule, found = compiled.rule, decode_applied(applied.get(compiled.rule.name.encode()))
+    found = decode_applied(applied.get(rule.name.encode()))
     if found is None or found.rule.definition != rule.definition:
-        return compiled
-    return compiled._replace(rule=msgspec.structs.replace(rule, windows=found.rule.windows))
+        return rule
+    return msgspec.structs.replace(rule, windows=found.rule.windows)
 
 
 def _between(inputs: Inputs, first: int, last: int) -> Inputs:
@@ -512,7 +485,7 @@ class Folder:
                 if ended and not self._closed.is_set():
                     self._reconnect()
 
-    def _add(self, added: Mapping[int, _Numbered]) -> None:
+    def _add(self, added: Mapping[int, Sequence[tuple[int, RuleInput]]]) -> None:
         """Add events to shards. After a lost connection, the mark of a shard tells whether it has them."""
         deadline = time.monotonic() + self._patience_s
         for attempt in range(MAX_TRIES):
@@ -538,7 +511,7 @@ class Folder:
             time.sleep(0.001 * attempt)
         raise StoreError(f"the folds of {self.rule.name} keep changing meanwhile; add fewer events at once")
 
-    def _try(self, added: Mapping[int, _Numbered]) -> list[bytes]:
+    def _try(self, added: Mapping[int, Sequence[tuple[int, RuleInput]]]) -> list[bytes]:
         """Return for each shard ``ok``, or ``conflict``, or its mark if that is not the expected one."""
         rule, partition = self.rule, self._partition
         inputs: dict[int, dict[bytes, Inputs]] = {shard: {} for shard in added}
