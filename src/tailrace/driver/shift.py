@@ -381,6 +381,8 @@ def _properties(shift: Shift) -> dict[str, Any]:
         "fetch.error.backoff.ms": 100,
         # Live, a partition is fetched when what came of it is taken, and not again and again while a take lasts.
         "queued.min.messages": 100_000 if shift.catching_up else 1,
+        "fetch.message.max.bytes": 4 << 20,
+        "fetch.max.bytes": 16 << 20,
         "fetch.queue.backoff.ms": 1,
     }
 

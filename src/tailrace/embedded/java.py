@@ -63,8 +63,13 @@ def find_java() -> Java:
 
 def archive(name: str, java: str) -> Path:
     """Return the file of an archive, ``kafka`` or ``spark``, of a Java and of the jars in use."""
-    used = LOCK if name == "kafka" else Path(str(find_spec("pyspark").origin))  # type: ignore[union-attr]
-    facts = [(str(file), file.stat().st_mtime_ns) for file in (Path(java).resolve(), used)]
+    runtime = Path(java).resolve()
+    if name == "kafka":
+        used = LOCK.read_text("utf-8")
+    else:
+        spark = Path(str(find_spec("pyspark").origin))  # type: ignore[union-attr]
+        used = f"{spark} {spark.stat().st_mtime_ns}"
+    facts = str(runtime), runtime.stat().st_mtime_ns, used
     return cache_folder() / f"{name}-{sha256(repr(facts).encode()).hexdigest()[:16]}.jsa"
 
 
@@ -95,6 +100,8 @@ def _is_mine(file: Path) -> bool:
 
 def _make(name: str) -> None:
     file = archive(name, find_java().path)
+    for left in file.parent.glob(f"{file.stem}.[0-9]*"):  # by one that was killed meanwhile
+        left.unlink()
     new = file.with_suffix(f".{os.getpid()}")
     (_run_spark if name == "spark" else _run_kafka)(f"-XX:ArchiveClassesAtExit={new}", "-Xlog:disable")
     if not new.exists():  # a JVM that cannot do that: an empty file says so

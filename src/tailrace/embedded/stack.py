@@ -36,6 +36,7 @@ from tailrace.config.settings import Serve
 from tailrace.config.values import Properties
 from tailrace.embedded import process as ports
 from tailrace.embedded.cassandra import EmbeddedCassandra
+from tailrace.embedded.jars import cache_folder
 from tailrace.embedded.java import QUICK_JAVA, make_archives, spark_environment
 from tailrace.embedded.kafka import EmbeddedKafka
 from tailrace.embedded.process import Part, Process, failure, lock_folder
@@ -126,6 +127,9 @@ def own_parts(
         "PYSPARK_PYTHON": sys.executable,
         "PYTHONUNBUFFERED": "1",
     }
+    if os.environ.get("PYTHONDONTWRITEBYTECODE"):
+        # Compiled once, away from the sources, and not at each start by each process.
+        env |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(cache_folder().parent / "python")}
     drain = settings.embedded.drain.total_seconds()
 
     def own(name: str, *module: str, ready: Callable[[], bool] | None = None, **more: Any) -> Part:
