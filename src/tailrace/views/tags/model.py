@@ -101,8 +101,7 @@ class Tagger:
         tags: tuple[str, ...] = ()
         ignored = 0
         for i, rest in self._paths:
-            raw = values[i]
-            if raw is None or (rest and (raw := follow(raw, rest)) is None):
+            if (raw := follow(values[i], rest)) is None:
                 continue
             of_value = self._tags_of_value.get(raw)
             if of_value is None:
