@@ -89,6 +89,7 @@ def _markdown(table: Table) -> str:
         "per_s": f"{per}/s",
         "cpu_per_m": f"CPU-s per M {per}",
         "peak_mib": "peak MiB",
+        "clients": "of it clients",
         "anomalies": "lost, repeated, out of order",
     }
     about, turns = table.about, max(len(next(iter(row.columns.values()), [])) for row in table.rows)

@@ -175,6 +175,7 @@ def _drop(shards: Shards) -> None:
 
 def _streams(bench: Bench) -> None:
     """Let upkeep walk very many streams, none of which has something to do."""
+    bench.servers = {}
     for x in numbers(bench.options.streams):
         with valkey() as (store, folder):
             filler = Filler(store.url)

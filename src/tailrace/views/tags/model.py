@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -55,7 +55,7 @@ _decode = msgspec.json.Decoder().decode
 _decode_text = msgspec.json.Decoder(str).decode
 
 
-class TaggedEvent(msgspec.Struct, frozen=True, gc=False):
+class TaggedEvent(NamedTuple):
     source: str
     seq: int
     tags: tuple[str, ...]
@@ -101,8 +101,7 @@ class Tagger:
         tags: tuple[str, ...] = ()
         ignored = 0
         for i, rest in self._paths:
-            raw = follow(values[i], rest)
-            if raw is None:
+            if (raw := follow(values[i], rest)) is None:
                 continue
             of_value = self._tags_of_value.get(raw)
             if of_value is None:
@@ -153,7 +152,7 @@ def _decode_tags(raw: bytes) -> tuple[tuple[str, ...], int]:
     return tags, len(texts) - len(tags)
 
 
-class SourceProgress(msgspec.Struct, frozen=True, gc=False):
+class SourceProgress(msgspec.Struct, frozen=True):
     """The last event of a source in a tag. The shard stores it, and compares it before it applies a window."""
 
     number: int = 0
@@ -189,9 +188,7 @@ def timeuuid_ms(time_ms: int, floor_ms: int, progress: Sequence[SourceProgress],
     It is the time of the record, at most ``latest_ms``, raised to the floor of its partition in the shard and to the
     progress of its source in each of the tags.
     """
-    ms = time_ms if time_ms < latest_ms else latest_ms
-    if ms < floor_ms:
-        ms = floor_ms
+    ms = max(floor_ms, min(time_ms, latest_ms))
     for each in progress:
         # Timeuuids of one millisecond are ordered by offset, which says nothing between two partitions.
         least = each.ms if each.partition == partition else each.ms + 1
