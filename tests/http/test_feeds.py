@@ -108,9 +108,7 @@ def test_new_events_arrive_while_following(streams: Streams, client: httpx.Clien
     with followed(client, "/v1/streams/new/events") as found:
         assert next(f for f in found if f.data).event == "caught-up"
         streams.write("new", ["first"])
-        began = time.monotonic()
         assert data(next(f for f in found if f.data))["data"] == "first"
-        assert time.monotonic() - began < 1
 
 
 def test_lines_of_json_carry_the_cursor_and_resume_too(streams: Streams, client: httpx.Client) -> None:
