@@ -6,14 +6,15 @@ that it does not fit, or that comes before it is there, starts without it; nothi
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
+from contextlib import suppress
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,8 +30,6 @@ from tailrace.errors import PrerequisiteMissing
 OLDEST_JAVA: Final = 17
 QUICK_JAVA: Final = "-XX:+UseSerialGC -XX:TieredStopAtLevel=1"
 """Options of a JVM that starts sooner and never gets fast: right where little happens in it."""
-_LONG_S: Final = 600.0
-"""Nobody makes an archive for longer than this: whoever began has died."""
 
 
 class Java(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,31 +82,25 @@ def spark_environment(*options: str) -> dict[str, str]:
 def make_archives(log: Path) -> Process | None:
     """Begin to make the archives that are missing; return the process that does, if any."""
     java = find_java().path
-    missing = [name for name in ("kafka", "spark") if not (file := archive(name, java)).exists() and _is_mine(file)]
+    missing = [name for name in ("kafka", "spark") if not archive(name, java).exists()]
     command = (sys.executable, "-m", __name__, *missing)
     return Process(Part(name="archives", command=command, log=log)) if missing else None
 
 
-def _is_mine(file: Path) -> bool:
-    """Begin to make an archive, unless somebody else has."""
-    begun = file.with_suffix(".begun")
-    if begun.exists() and time.time() - begun.stat().st_mtime < _LONG_S:
-        return False
-    begun.parent.mkdir(parents=True, exist_ok=True)
-    begun.touch()
-    return True
-
-
 def _make(name: str) -> None:
+    """Make an archive, unless another process does."""
     file = archive(name, find_java().path)
-    for left in file.parent.glob(f"{file.stem}.[0-9]*"):  # by one that was killed meanwhile
-        left.unlink()
-    new = file.with_suffix(f".{os.getpid()}")
-    (_run_spark if name == "spark" else _run_kafka)(f"-XX:ArchiveClassesAtExit={new}", "-Xlog:disable")
-    if not new.exists():  # a JVM that cannot do that: an empty file says so
-        new.touch()
-    new.replace(file)
-    file.with_suffix(".begun").unlink(missing_ok=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.with_suffix(".lock").open("w") as lock, suppress(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if file.exists():
+            return
+        new = file.with_suffix(".new")
+        new.unlink(missing_ok=True)
+        (_run_spark if name == "spark" else _run_kafka)(f"-XX:ArchiveClassesAtExit={new}", "-Xlog:disable")
+        if not new.exists():  # a JVM that cannot do that: an empty file says so
+            new.touch()
+        new.replace(file)
 
 
 def _run_kafka(*options: str) -> None:
