@@ -16,7 +16,7 @@ from tailrace.driver.one_pass import IntakePlan
 from tailrace.driver.rota import Rota
 from tailrace.driver.shift import Shift
 from tailrace.driver.slice import Plan, ViewPlan, make_plan
-from tailrace.driver.source import hand_count, session
+from tailrace.driver.start import hand_count, session
 from tailrace.kafka.broker import client_properties
 from tailrace.log.event import Partition
 from tailrace.valkey.shards import Shards, StoreOptions, enlist, prepare

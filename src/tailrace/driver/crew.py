@@ -20,7 +20,7 @@ import msgspec
 
 from tailrace.driver.rota import Rota
 from tailrace.driver.shift import HandReport, Shift, ShiftEnd, hand_task
-from tailrace.driver.source import LIVE
+from tailrace.driver.start import LIVE
 from tailrace.errors import PipelineError, TailraceError
 from tailrace.log.event import Partition
 from tailrace.valkey.shards import Command, Shards, mapping

@@ -25,7 +25,7 @@ from tailrace.driver.report import Report
 from tailrace.driver.rota import Progress, Rota
 from tailrace.driver.shift import Shift
 from tailrace.driver.slice import Plan, make_plan
-from tailrace.driver.source import LostRange, hand_count, session, starting_offsets
+from tailrace.driver.start import LostRange, hand_count, session, starting_offsets
 from tailrace.driver.watermark import Timing
 from tailrace.errors import BrokerUnavailable, ConfigError, StaleDriver, StoreMismatch, TailraceError
 from tailrace.kafka.broker import Broker, Topic, client_properties

@@ -15,7 +15,7 @@ import msgspec
 
 from tailrace.driver.crew import Crew, CrewReport
 from tailrace.driver.hooks import Start, ViewDriver
-from tailrace.driver.source import LostRange
+from tailrace.driver.start import LostRange
 from tailrace.driver.watermark import Timing
 from tailrace.errors import BrokerUnavailable
 from tailrace.log.event import Partition

@@ -26,7 +26,7 @@ import msgspec
 import pytest
 
 from tailrace.config.settings import load
-from tailrace.driver.source import session as begin_session
+from tailrace.driver.start import session as begin_session
 from tailrace.embedded.cassandra import EmbeddedCassandra
 from tailrace.embedded.java import QUICK_JAVA, make_archives, spark_environment
 from tailrace.embedded.kafka import EmbeddedKafka

@@ -24,7 +24,7 @@ import pyarrow as pa
 from tailrace.config.settings import Settings
 from tailrace.config.values import milliseconds
 from tailrace.driver.slice import Plan, RangeReader, RecordLimits, Slice, ViewPlan, Writer, make_plan, shared_out
-from tailrace.driver.source import tasks
+from tailrace.driver.start import tasks
 from tailrace.errors import BadRequest, PipelineError
 from tailrace.kafka.broker import Broker, Topic, client_properties
 from tailrace.log.event import Headers, Partition

@@ -49,7 +49,7 @@ def supervise(context: Any, work: Callable[[], Any], is_over: Callable[[], bool]
 
 def begin_session(settings: Settings) -> Any:
     """Start a session for batch jobs. Ctrl-C and standard output stay ours; Spark would take both."""
-    from tailrace.driver.source import session
+    from tailrace.driver.start import session
 
     conf = Properties({"spark.app.name": "tailrace upkeep", **settings.spark.conf})
     spark = settings.spark.model_copy(update={"conf": conf})

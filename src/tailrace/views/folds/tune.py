@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 
 from tailrace.config.settings import Settings
 from tailrace.driver.slice import Slice
-from tailrace.driver.source import tasks
+from tailrace.driver.start import tasks
 from tailrace.errors import BadRequest, StoreError, StoreUnavailable
 from tailrace.kafka.broker import Broker
 from tailrace.log.event import Partition, iso_time

@@ -26,7 +26,7 @@ from tailrace.config.settings import Settings
 from tailrace.driver.hooks import Bounds, DriverRun, Loop, Start, Times, ViewDriver, begin_at_end
 from tailrace.driver.one_pass import MAX_REFUSALS
 from tailrace.driver.slice import Plan, RangeReader, Slice, shared_out
-from tailrace.driver.source import SCANS
+from tailrace.driver.start import SCANS
 from tailrace.errors import BrokerUnavailable, PipelineError, StaleDriver, StoreError, TailraceError
 from tailrace.kafka.broker import Broker, client_properties
 from tailrace.log.event import Partition, home_of, poison, shard_of

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tailrace.config.settings import Settings, load
 from tailrace.driver.slice import RecordLimits
-from tailrace.driver.source import LostRange, session, starting_offsets
+from tailrace.driver.start import LostRange, session, starting_offsets
 from tailrace.errors import ConfigError
 from tailrace.kafka.broker import Broker, Topic, topic_test
 from tailrace.log.event import Partition, poison
