@@ -52,6 +52,7 @@ LONGEST = (
     "views/tags/test_lagging",
     "driver/test_job",
     "driver/test_cluster",
+    "driver/test_partitions",
     "kafka/test_produce",
     "upkeep/test_process",
     "views/tags/test_upkeep",

@@ -26,11 +26,20 @@ from tests.faults.rig import LoadedInstallation
 
 
 @pytest.fixture
-def second_broker(kafka: EmbeddedKafka, tmp_path: Path) -> Iterator[Process]:
-    """A broker that joins the shared one; what only it has is without a leader when it is stopped."""
+def own_kafka(tmp_path: Path) -> Iterator[EmbeddedKafka]:
+    """A broker of the test's own: one that loses another would disturb the tests that share it."""
+    broker = EmbeddedKafka(tmp_path / "own-kafka")
+    broker.start(120)
+    yield broker
+    broker.stop()
+
+
+@pytest.fixture
+def second_broker(own_kafka: EmbeddedKafka, tmp_path: Path) -> Iterator[Process]:
+    """A broker that joins the first; what only it has is without a leader when it is stopped."""
     java = (find_java().path, *QUICK_JAVA.split(), "-Xmx256m", "-cp", os.pathsep.join(map(str, jars.fetch("kafka"))))
     port, settings = free_port(), tmp_path / "second.properties"
-    first = (kafka.folder / "server.properties").read_text()
+    first = (own_kafka.folder / "server.properties").read_text()
     own = {
         "process.roles": "broker",
         "node.id": "2",
@@ -40,7 +49,9 @@ def second_broker(kafka: EmbeddedKafka, tmp_path: Path) -> Iterator[Process]:
     }
     lines = [line for line in first.splitlines() if line.split("=")[0] not in own]
     settings.write_text("\n".join([*lines, *(f"{name}={value}" for name, value in own.items())]) + "\n")
-    identity = re.search(r"^cluster\.id=(\S+)", (kafka.folder / "data" / "meta.properties").read_text(), re.MULTILINE)
+    identity = re.search(
+        r"^cluster\.id=(\S+)", (own_kafka.folder / "data" / "meta.properties").read_text(), re.MULTILINE
+    )
     assert identity is not None
     tool = ("kafka.tools.StorageTool", "format", "-t", identity[1], "-c", str(settings))
     subprocess.run([*java, *tool], check=True, capture_output=True)
@@ -51,12 +62,12 @@ def second_broker(kafka: EmbeddedKafka, tmp_path: Path) -> Iterator[Process]:
 
 
 def test_a_partition_without_a_leader_stops_nothing_but_itself_and_is_read_when_it_has_one_again(
-    kafka: EmbeddedKafka, second_broker: Process, valkey_server: EmbeddedValkey, tmp_path: Path
+    own_kafka: EmbeddedKafka, second_broker: Process, valkey_server: EmbeddedValkey, tmp_path: Path
 ) -> None:
-    installation = LoadedInstallation(kafka, valkey_server.url, tmp_path)
+    installation = LoadedInstallation(own_kafka, valkey_server.url, tmp_path)
     topic = f"{installation.prefix}.led"
     wait_for("the second broker", lambda: 2 in installation.admin.list_topics(timeout=5).brokers)
-    # The first partition is on the shared broker, the second one on the other.
+    # The first partition is on the first broker, the second one on the other.
     new = NewTopic(topic, 2, replica_assignment=[[1], [2]])
     installation.admin.create_topics([new])[topic].result(30)
     sent: set[str] = set()
