@@ -379,8 +379,9 @@ def _properties(shift: Shift) -> dict[str, Any]:
         "auto.offset.reset": "error",
         "fetch.wait.max.ms": 200,
         "fetch.error.backoff.ms": 100,
-        # Live, a partition is fetched when what came of it is taken, and not again and again while a take lasts.
-        "queued.min.messages": 100_000 if shift.catching_up else 1,
+        # Live, a partition of which this many wait is fetched when they are taken, and not again and again while a take
+        # lasts. With a lower number one record would keep its partition out of a fetch that waits for others.
+        "queued.min.messages": 100_000 if shift.catching_up else 20,
         "fetch.message.max.bytes": 4 << 20,
         "fetch.max.bytes": 16 << 20,
         "fetch.queue.backoff.ms": 1,
