@@ -422,18 +422,13 @@ def route(work: Assignment, slices: Iterable[Slice]) -> Iterator[pa.RecordBatch]
         yield arrow_batch(RECORDS, named)
 
 
-def outcome_batch(outcome: Restored) -> pa.RecordBatch:
-    """Return an outcome as Spark takes it from a task."""
-    fields = msgspec.structs.asdict(outcome)
-    return pa.RecordBatch.from_arrays([pa.array([value]) for value in fields.values()], names=list(fields))
-
-
 def _restored(plan: RebuildPlan, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Restore the logs whose records come, one after the other; yield the outcome of each."""
     with closing(plan.work.open()) as shards:
         restorer = Restorer(plan, shards)
         for name, rows in groupby(_rows(batches), key=lambda row: row[0]):
-            yield outcome_batch(restorer.restore(name, (record for _, record in rows if record is not None)))
+            outcome = restorer.restore(name, (record for _, record in rows if record is not None))
+            yield arrow_batch(_RESTORED, [msgspec.structs.astuple(outcome)])
 
 
 def _rows(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[str, SpooledRecord | None]]:

@@ -49,7 +49,7 @@ from tailrace.upkeep.copy import (
 )
 from tailrace.upkeep.examine import MOST_ODD, Erasures, Examined, Finding, Tally, fingerprint
 from tailrace.upkeep.job import LOGS, JobLease, failpoint
-from tailrace.upkeep.log_copy import NEXT_RECORDS, RECORDS, outcome_batch, route
+from tailrace.upkeep.log_copy import NEXT_RECORDS, RECORDS, route
 from tailrace.valkey.marks import NOTHING, parse_marks, read_marks
 from tailrace.valkey.shards import Shards
 from tailrace.views.tags.model import Erasure
@@ -448,7 +448,8 @@ def _restored(plan: RebuildPlan, options: TagsPlan, batches: Iterable[pa.RecordB
         restorer = RowRestorer(plan, options, shards)
         items = (item for batch in batches for item in zip(*(c.to_pylist() for c in batch.columns), strict=True))
         for tag, group in groupby(items, key=lambda item: item[0]):
-            yield outcome_batch(restorer.restore(tag, (RestoreItem(*item) for _, *item in group)))
+            outcome = restorer.restore(tag, (RestoreItem(*item) for _, *item in group))
+            yield arrow_batch(_RESTORED, [msgspec.structs.astuple(outcome)])
 
 
 # Erasing.
