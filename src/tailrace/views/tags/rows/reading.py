@@ -59,33 +59,24 @@ MIN_PAUSE_MS = 10
 
 
 class ReadSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of a feed over rows and of its readers, one for each tag."""
+    """The settings of a feed over rows and of its readers, one for each tag; ``of`` shows which key is which field."""
 
     refresh_ms: int = 3_000
-    """Interval of reads that nobody announced."""
     notify: bool = True
-    """True if announced writes are read at once."""
     fails: bool = True
-    """True if the feed fails when numbers are not found in time; else it skips them."""
     delay_ms: int | None = 5_000
-    """Distance to the clock; None: as far as the floors are behind it."""
+    """None: as far as the floors are behind the clock."""
     future_ms: int = 1_000
     """Floors may be ahead of the clock by this much, unless a clock was set."""
     span_ms: int = 3_600_000
     gap_ms: int = 10_000
-    """Longest wait for missing events."""
     first_ms: int = 100
-    """Longest wait for events below the first one that is seen of a source."""
     max_missing: int = 5_000
-    """A gap of more numbers is not waited for."""
     short_ms: int | None = 1_000
-    """Interval of searches through the recent past; None: never."""
     short_period_ms: int | None = 5_000
-    """Length of that past; None: to the start of the bucket before, which is the furthest of all searches."""
     long_ms: int | None = 120_000
     long_period_ms: int | None = None
     known_sources: int = 100_000
-    """Sources whose last number is remembered."""
     max_held: int = 10_000
     """Events held back, of all sources; then reading stops."""
     room: int = 32
