@@ -224,9 +224,6 @@ class Auditor:
         )
 
 
-# In tasks.
-
-
 def _kafka_sums(work: Assignment, slices: Iterable[Slice]) -> Iterator[tuple[object, ...]]:
     tally: Tally[tuple[str, str, int]] = Tally()
     for records, rows in replay(work, slices):

@@ -133,8 +133,6 @@ class _LogRestorer:
                 numbering.begin_anew(self._events(part, spool))
             return self._write(part, numbering.numbered(self._events(part, spool)))
 
-    # The log as it is.
-
     def _old(self) -> list[Segment]:
         """Return the segments that are never written again, also those whose rows can only be guessed."""
         old = [s for s in self._log.log.segments if s.epoch < self._epoch]
@@ -178,8 +176,6 @@ class _LogRestorer:
             in_front = in_front and (i < self._due or (sound and not has_retained))
             found.append(Survey(segment, sound, has_retained, events, low, high, offsets, carried))
         return found
-
-    # The log as it is to be.
 
     def _events(self, part: ReplacedPart, records: Iterable[SpooledRecord]) -> Iterator[RestoredEvent]:
         """Yield the right events of the replaced part, in order."""
@@ -244,8 +240,6 @@ class _LogRestorer:
         if day_ms is not None:
             lowest = (inside[0].start_ms, inside[0].span_ms) if inside else (day_ms, span)
         return Buckets(surveys[part.begin - 1].segment if part.begin else None, part.room, lowest, highest)
-
-    # The change.
 
     def _write(self, part: ReplacedPart, events: Iterator[RestoredEvent]) -> Restored:
         """Stage the right events of the replaced part, and put them in its place."""
@@ -403,9 +397,6 @@ class LogCopy(ViewCopy):
             "segments": sum(each.segments for each in rebuilt),
             "left": left,
         }
-
-
-# In tasks.
 
 
 def route(work: Assignment, slices: Iterable[Slice]) -> Iterator[pa.RecordBatch]:

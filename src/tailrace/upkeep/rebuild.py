@@ -155,9 +155,6 @@ class Rebuilding:
         )
 
 
-# One log: the segments to replace, and the new ones.
-
-
 class Survey(msgspec.Struct, frozen=True):
     """The readable events of a segment, each once and in the order of its partition."""
 

@@ -190,8 +190,6 @@ class MergedTags(TagFeed):
         else:
             await super()._wait()
 
-    # Reading.
-
     async def _fill(self) -> None:
         for line in self._lines:
             if not line.unsent and not line.ahead and not line.done:
@@ -266,8 +264,6 @@ class MergedTags(TagFeed):
                 line.marks = marks[self._logs.shard_of(line.reader.name)]
         self._complete.clear()
         self._marks_are_old = False
-
-    # Merging.
 
     async def _merge(self) -> list[AnyFrame]:
         frames: list[AnyFrame] = []

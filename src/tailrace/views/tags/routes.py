@@ -201,9 +201,6 @@ async def watch(view: TagsService) -> None:
             logger.debug("readers of tags: %s", error)
 
 
-# Named readers.
-
-
 class _EventTime(msgspec.Struct):
     timeuuid: UUID
 

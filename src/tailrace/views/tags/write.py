@@ -206,8 +206,6 @@ class TagsWriter(Writer):
             if row.offset > mark:
                 self._refused_rows[row.tag, str(row.partition), row.offset] = row
 
-    # The tags of a slice.
-
     def named(self, records: Slice) -> Iterator[tuple[int, int, str, TagFields]]:
         """Yield row, shard, tag and fields for every tag of every event."""
         for i, event in self._tag(records).events.items():
@@ -235,8 +233,6 @@ class TagsWriter(Writer):
                 else:
                     tagged[i] = event
         return _TaggedSlice(records, tagged, skipped)
-
-    # The windows of the shards.
 
     def _windows(
         self, tagged: _TaggedSlice, shares: dict[int, _ShardWindow], begin: int, end: int, marks: Sequence[int]

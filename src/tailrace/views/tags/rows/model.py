@@ -403,9 +403,6 @@ def position_after(low: UUID, reached: dict[str, Reached], last: UUID, room: int
     return TagPosition(low, tuple(reached.values())) if len(reached) <= room - ROOM_FOR_HELD else TagPosition(last)
 
 
-# Numbers, for upkeep.
-
-
 class MissingNumbers(NamedTuple):
     source: str
     first: int

@@ -273,8 +273,6 @@ class Reading:
     def position(self) -> TagPosition:
         return self._resume.position([held.entry() for held in self._held.values()])
 
-    # Reading on.
-
     def begin(
         self, marks: Mapping[Partition, int], floors: Mapping[Partition, int], now_ms: int, until: UUID | None = None
     ) -> tuple[UUID, UUID]:
@@ -344,8 +342,6 @@ class Reading:
             if committed:
                 self._take(row, now_ms, out)
         return out
-
-    # Missed rows.
 
     def searches(self, now_ms: int) -> list[tuple[UUID, UUID]]:
         """Return the ranges, after one timeuuid and up to another, whose rows the caller passes to ``find_missed``."""
@@ -427,8 +423,6 @@ class Reading:
                 continue
             if order(row.timeuuid) > self._start_order and self._sources.get(row.source) is None:
                 self._sources.expect(row, self._start)
-
-    # One row.
 
     def _fits(self, row: StoredRow) -> bool:
         """Return True if the cursor and the memory have room for a row."""

@@ -226,9 +226,6 @@ def _tags(tags: tuple[str, ...]) -> bytes:
     return _int(len(texts)) + b"".join(_int(len(text)) + text for text in texts)
 
 
-# Reading.
-
-
 class Bucket(msgspec.Struct, frozen=True, order=True):
     start_ms: int
     span_ms: int

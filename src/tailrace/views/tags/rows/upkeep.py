@@ -174,9 +174,6 @@ def _store(options: TagsPlan) -> CassandraSettings:
     return options.cassandra
 
 
-# The audit.
-
-
 def examine(work: Assignment, shards: Shards, rows: RowWalk, tag: str, since_ms: int) -> Examined:
     """Read the rows of a tag, and compare their numbers with the shard's; before ``since_ms`` rows may have expired."""
     shard = shard_of(tag, shards.options.shards)
@@ -253,9 +250,6 @@ def _miscounted(
             continue  # another program wrote it: the shard has given out no number
         detail = f"the last row has number {last}, and the shard has given out {now.number}"
         yield Finding("numbers", tag, "", source, now.number, last, detail)
-
-
-# The rebuild.
 
 
 def _level(shards: Shards) -> None:
@@ -450,9 +444,6 @@ def _restored(plan: RebuildPlan, options: TagsPlan, batches: Iterable[pa.RecordB
         for tag, group in groupby(items, key=lambda item: item[0]):
             outcome = restorer.restore(tag, (RestoreItem(*item) for _, *item in group))
             yield arrow_batch(_RESTORED, [msgspec.structs.astuple(outcome)])
-
-
-# Erasing.
 
 
 class RowErasing(Erasing):
