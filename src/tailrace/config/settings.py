@@ -102,7 +102,6 @@ class Kafka(Section):
         return self
 
     def client(self) -> dict[str, Any]:
-        """Return the properties of a client."""
         quiet, soon = {"log.connection.close": False}, {"reconnect.backoff.max.ms": 1000}
         return {**quiet, **soon, **self.properties, "bootstrap.servers": self.bootstrap}
 

@@ -40,8 +40,6 @@ class ArithmeticFailure(Exception):
 
 
 class Expr(Node, frozen=True):
-    """A condition on the whole document."""
-
     source: Any
 
     @property

@@ -417,8 +417,6 @@ def prefilter(queries: Iterable[Query]) -> Callable[[bytes | None, bytes], bool]
 
 
 class NeededText(msgspec.Struct, frozen=True):
-    """A text in the value, or in the key."""
-
     text: bytes
     in_key: bool = False
 

@@ -110,7 +110,6 @@ def _check_shape(query: Any, limits: QueryLimits) -> None:
 
 
 def describe(value: Any) -> str:
-    """Return a value's kind for a message."""
     match value:
         case None:
             return "null"

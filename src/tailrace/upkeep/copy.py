@@ -56,7 +56,6 @@ class ViewCopy(ABC):
     refused: ClassVar[Mapping[str, str]] = {}
     """Options of audits and rebuilds (``keys``, ``day``, ``source``) that make no sense here, and why."""
     outcome: ClassVar[type[Restored]]
-    """The type of a rebuild's outcomes."""
     has_repeats: ClassVar[bool] = False
     """True if an event may be stored twice under one number; audits count such repeats."""
 
@@ -203,8 +202,6 @@ class Assignment(msgspec.Struct, frozen=True):
 
 
 class RebuildStart(msgspec.Struct, frozen=True):
-    """The state of a view from which it is rebuilt."""
-
     marks: tuple[Mapping[Partition, int], ...] | None
     """Of each shard, the offsets up to which it is rebuilt; None = those of the moment when Kafka is read."""
     epochs: tuple[int, ...] = ()
@@ -224,8 +221,6 @@ class RebuildPlan(msgspec.Struct, frozen=True):
 
 
 class Restored(msgspec.Struct, frozen=True):
-    """Outcome for one log."""
-
     name: str
     verdict: str
     events: int = 0

@@ -167,7 +167,6 @@ class Checker:
         self._begin(self._segment)
 
     def begin(self, segment: Segment) -> None:
-        """Go on to the next segment."""
         if self._start_ms is not None and segment.start_ms < self._start_ms:
             self._note(segment, "buckets", 1, f"segment {segment.index} begins before the one in front of it")
         if segment.first <= self._numbers.get(segment.epoch, 0):

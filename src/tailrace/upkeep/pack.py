@@ -427,8 +427,6 @@ class Packing:
 
 
 class PackPlan(msgspec.Struct, frozen=True):
-    """Input of the tasks of one run."""
-
     store: StoreOptions
     run_ids: dict[str, str]
     token: int

@@ -85,7 +85,6 @@ class Rebuilding:
         self._source, self._spark, self._clock = source, spark, clock
         self._names = 0
         self.restored: dict[str, Restored] = {}
-        """The outcome for every log with faults, by name."""
 
     def facts(self) -> dict[str, object]:
         outcomes = self.restored.values()

@@ -99,8 +99,6 @@ def _floors(answer: Any) -> dict[Partition, int]:
 
 
 class Levels(msgspec.Struct, frozen=True):
-    """The marks and the floors of the partitions in one shard."""
-
     marks: dict[Partition, int]
     floors: dict[Partition, int]
 

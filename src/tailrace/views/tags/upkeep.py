@@ -149,7 +149,6 @@ class Erasing(ABC):
     ) -> None:
         self._settings, self._source, self._tag, self._reached = settings, source, tag, reached
         self.erased: list[TagErasure] = []
-        """The outcome for each tag."""
 
     def look(self, shards: Shards) -> dict[str, object]:
         """Count the events that would be erased, and change nothing; raise BadRequest if no such tag has any."""

@@ -338,7 +338,6 @@ class TagsWriter(Writer):
 
 @lru_cache(100_000)
 def _by_shard(tags: tuple[str, ...], shards: int) -> tuple[tuple[int, tuple[str, ...]], ...]:
-    """Return the shards of tags, each with its tags."""
     by_shard: dict[int, tuple[str, ...]] = {}
     for tag in tags:
         shard = shard_of(tag, shards)
@@ -359,7 +358,6 @@ class _ShardWindow:
         self.size = 0
         """About the bytes of its events."""
         self._before: _Progress = {}
-        """Progress before the window."""
 
     def add(self, row: int, offset: int, time_ms: int, event: TaggedEvent, tags: Sequence[str]) -> None:
         """Number an event in its tags of this shard."""

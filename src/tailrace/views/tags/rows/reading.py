@@ -55,7 +55,6 @@ MIN_LAG_MS, MAX_LAG_MS = 50, 5_000
 MAX_SEARCH_SPAN_MS = 60_000
 """Missed rows that lie further apart than this are read separately."""
 MIN_PAUSE_MS = 10
-"""Shortest time between two reads."""
 
 
 class ReadSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -213,8 +212,6 @@ class HeldSource:
 
 
 class DeliveredRow(msgspec.Struct, frozen=True, gc=False):
-    """An event to deliver, and the position after it."""
-
     row: StoredRow
     position: TagPosition
 
