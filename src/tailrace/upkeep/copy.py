@@ -333,8 +333,10 @@ class History:
         begin = partial(self.assign, shards, wanted, marks)
         return collect_past(self._spark, begin, frame, self._has_moved, stopped)
 
-    def _extent(self, shards: Shards, marks: Sequence[Mapping[Partition, int]] | None) -> Extent:
-        """Return the records to read, up to these marks or up to those of this moment.
+    def assign(
+        self, shards: Shards, wanted: WantedNames, marks: Sequence[Mapping[Partition, int]] | None = None
+    ) -> Assignment:
+        """Return the input of the tasks of a job, up to these marks or up to those of this moment.
 
         The marks are read before Kafka's bounds: a record that was applied by then was in Kafka.
         """
@@ -346,8 +348,8 @@ class History:
         compacted = self._broker.compacted(same)
         left_out.update(compacted)
         ranges: dict[Partition, tuple[int, int]] = {}
-        wanted = [topic for name, topic in same.items() if name not in compacted]
-        for (name, number), (first, end) in self._broker.bounds(wanted).items():
+        compared = [topic for name, topic in same.items() if name not in compacted]
+        for (name, number), (first, end) in self._broker.bounds(compared).items():
             partition = Partition(name, number, generations[name][0])
             last = max(shard.get(partition, NOTHING) for shard in marks)
             if last >= end:
@@ -358,13 +360,7 @@ class History:
             {p: (first, shard[p]) for p, (first, _) in ranges.items() if shard.get(p, NOTHING) >= first}
             for shard in marks
         )
-        return Extent(ranges, by_shard, {topic.name: topic for topic in wanted}, left_out)
-
-    def assign(
-        self, shards: Shards, wanted: WantedNames, marks: Sequence[Mapping[Partition, int]] | None = None
-    ) -> Assignment:
-        """Return the input of the tasks of a job, up to these marks or up to those of this moment."""
-        extent = self._extent(shards, marks)
+        extent = Extent(ranges, by_shard, {topic.name: topic for topic in compared}, left_out)
         plan = make_plan(self._settings, shards, [self._copy.plan], 0)
         erased = {
             name: {source: each for source, each in sources.items() if source != self._brought_back}

@@ -72,7 +72,7 @@ from tailrace.upkeep.rebuild import (
     one_day,
     record_bounds,
     replaced,
-    whole_log,
+    replaced_part,
 )
 from tailrace.upkeep.sweep import over
 from tailrace.valkey.marks import read_marks
@@ -129,7 +129,7 @@ class _LogRestorer:
                 if segment.epoch > self._epoch:
                     numbering.pass_live(read_segment(self._shards, self._view, self._name, segment))
             if not numbering.fits(self._events(part, spool)):
-                part = whole_log(surveys, behind)
+                part = replaced_part(surveys, 0, len(surveys), behind)
                 numbering.begin_anew(self._events(part, spool))
             return self._write(part, numbering.numbered(self._events(part, spool)))
 

@@ -193,12 +193,7 @@ def faulty_part(surveys: Sequence[Survey], due: int, behind: Segment | None) -> 
     begin = next((i for i, s in enumerate(surveys) if i >= due and (s.retained or not s.sound)), len(surveys))
     # Behind the last segment there is no room: the next index is the pipeline's.
     begin = min(begin, max(0, len(surveys) - 1))
-    return _part(surveys, begin, len(surveys), behind)
-
-
-def whole_log(surveys: Sequence[Survey], behind: Segment | None) -> ReplacedPart:
-    """Return all segments, whatever Kafka has of them."""
-    return _part(surveys, 0, len(surveys), behind)
+    return replaced_part(surveys, begin, len(surveys), behind)
 
 
 def one_day(surveys: Sequence[Survey], day_ms: int, behind: Segment | None) -> ReplacedPart:
@@ -206,10 +201,10 @@ def one_day(surveys: Sequence[Survey], day_ms: int, behind: Segment | None) -> R
     until = day_ms + DAY_MS
     begin = next((i for i, s in enumerate(surveys) if s.segment.end_ms > day_ms), len(surveys))
     end = next((i for i, s in enumerate(surveys) if i >= begin and s.segment.start_ms >= until), len(surveys))
-    return _part(surveys, begin, end, behind)
+    return replaced_part(surveys, begin, end, behind)
 
 
-def _part(surveys: Sequence[Survey], begin: int, end: int, behind: Segment | None) -> ReplacedPart:
+def replaced_part(surveys: Sequence[Survey], begin: int, end: int, behind: Segment | None) -> ReplacedPart:
     after = surveys[end].segment if end < len(surveys) else behind
     if end > begin:
         top = surveys[end - 1].segment.index
