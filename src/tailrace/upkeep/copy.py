@@ -319,11 +319,9 @@ class History:
         marks: Sequence[Mapping[Partition, int]] | None = None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> tuple[list[Any], Assignment]:
-        """Run a Spark job over the history, as ``collect_past`` does.
+        """Run a Spark job over the history up to these marks, or those of this moment, as ``collect_past`` does.
 
-        Args:
-            job: Returns the data frame of the job, given its tasks' input and Kafka's records.
-            marks: Where the history ends, for each shard; None = at the marks of this moment.
+        ``job`` returns the data frame of the job, given its tasks' input and Kafka's records.
         """
 
         def frame(work: Assignment) -> Any:

@@ -53,14 +53,9 @@ from tailrace.view import View
 class Rebuilding:
     """One run of a rebuild; ``facts`` has the work so far, also after a failure.
 
-    Args:
-        name: One stream; None = all of them.
-        day_ms: Begin of the one UTC day to restore; None = all days.
-        source: Only logs with events of this source; its erased events come back.
-        spark: A session; one is started, and ended, without it.
-
-    Raises:
-        BadRequest: The view has no copy of Kafka's records, or an option makes no sense for it.
+    It restores one stream (``name``) or all, one UTC day of it or all days, or only logs with events of a source, whose
+    erased events come back. Raises BadRequest if the view has no copy of Kafka's records, or for such an option that
+    makes no sense for it. Without ``spark``, a session is started, and ended.
     """
 
     name = "rebuild"
@@ -100,10 +95,7 @@ class Rebuilding:
     def run(self, shards: Shards, lease: JobLease | None) -> None:
         """Restore the logs with faults; without a lease, change nothing.
 
-        Raises:
-            StreamNotFound: Neither the view nor Kafka has the stream.
-            StaleUpkeep: Another process has taken over.
-            PipelineError: Spark failed; logs that were restored until then stay so.
+        Logs that were restored before it failed stay so. StreamNotFound: neither the view nor Kafka has the stream.
         """
         requested = None if self._name is None else frozenset([self._name])
         if self._source is not None and requested is None:
@@ -186,9 +178,7 @@ class ReplacedPart(msgspec.Struct, frozen=True):
 def faulty_part(surveys: Sequence[Survey], due: int, behind: Segment | None) -> ReplacedPart:
     """Return the part from the first segment that is damaged or has events of Kafka's, to the end.
 
-    Args:
-        due: Segments that are about to expire, and stay.
-        behind: The segment that follows the list.
+    The first ``due`` segments are about to expire, and stay; ``behind`` is the segment that follows the list.
     """
     begin = next((i for i, s in enumerate(surveys) if i >= due and (s.retained or not s.sound)), len(surveys))
     # Behind the last segment there is no room: the next index is the pipeline's.
@@ -303,12 +293,10 @@ def merged(
 
 
 class Buckets:
-    """The buckets of new segments, by the pipeline's rule; when there is no room for more, the last one grows.
+    """The buckets of new segments, by the pipeline's rule; when there is no ``room`` for more, the last one grows.
 
-    Args:
-        front: The segment in front of them: an event that asks for a bucket before its end goes to its bucket.
-        room: Limit of their number; None = any number.
-        lowest, highest: Begin and length of the first and of the last possible one.
+    An event that asks for a bucket before the end of the segment in front of them goes to that segment's bucket. Of the
+    first and of the last possible bucket, ``lowest`` and ``highest`` are begin and length.
     """
 
     def __init__(
@@ -363,9 +351,7 @@ def replaced(front: Sequence[Segment], gone: Sequence[Segment], expired: Positio
 class SegmentDraft:
     """The new segments of one log, staged piece by piece as their events come; events are numbered from 1.
 
-    Args:
-        staging: Where to write; None = nowhere, for a dry run.
-        staged: Called when a piece is written, and not yet compared.
+    A dry run has no ``staging``. ``staged`` is called when a piece is written, and not yet compared.
     """
 
     def __init__(

@@ -149,12 +149,10 @@ def _is_over(begin_ms: int, interval_ms: int | None, now_ms: int) -> bool:
 
 
 class HeldSource:
-    """A source with a gap, and its events above the gap.
+    """A source with a gap, and its events above the gap; ``number`` is that of its last delivered event, 0 for none.
 
-    Args:
-        number: Number of its last delivered event; 0: none.
-        after: The missing events have later timeuuids than this one.
-        first: Lowest number seen of a source that was not known: lower numbers need not exist. 0: it was known.
+    The missing events have later timeuuids than ``after``. Of a source that was not known, numbers below ``first`` need
+    not exist; 0: it was known.
     """
 
     def __init__(self, source: str, number: int, after: UUID, first: int, now_ms: int) -> None:
