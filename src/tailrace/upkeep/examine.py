@@ -326,17 +326,13 @@ class Examined(msgspec.Struct, frozen=True):
     """Further rows of an event under the same number, which readers skip."""
 
 
-CheckNumbers: TypeAlias = Callable[[Shards, ExaminedLog, dict[str, int]], Iterable[Finding]]
-"""Compares the last number of each source in a log with the last number that its shard has given out."""
-
-
 def examine(
     shards: Shards,
     view: str,
     logs: Iterable[ExaminedLog],
     bounds: Bounds,
     erased: Mapping[str, Erasures] | None = None,
-    check_numbers: CheckNumbers = lambda *_: (),
+    check_numbers: Callable[[Shards, ExaminedLog, dict[str, int]], Iterable[Finding]] = lambda *_: (),
 ) -> Iterator[Examined]:
     """Read logs; one that was packed, expired or rebuilt meanwhile is read again."""
     for log, entries in _prefetched(shards, view, logs):

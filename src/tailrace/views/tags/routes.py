@@ -110,7 +110,8 @@ async def follow_tags(
     request: Request, view: TagsHere, parameters: TagsFeedParameters, last_event_id: LastEventId = None
 ) -> Response:
     """Follow the events that have any, or all, of several tags, in one feed; each source keeps its order."""
-    return _follow(request, view, tuple(parameters.tag), parameters.mode, parameters, last_event_id)
+    wanted = _request(view, tuple(parameters.tag), parameters.mode, parameters, last_event_id)
+    return answer_feed(request, view.service, wanted, partial(_open, view))
 
 
 @routes.feed("/v1/tags/{tag:path}/events", TAG_FEED)
@@ -118,7 +119,8 @@ async def follow_tag(
     request: Request, view: TagsHere, tag: TagName, parameters: TagFeedParameters, last_event_id: LastEventId = None
 ) -> Response:
     """Follow the events of a tag: from anywhere, then live; resumable after every event."""
-    return _follow(request, view, (tag,), "any", parameters, last_event_id)
+    wanted = _request(view, (tag,), "any", parameters, last_event_id)
+    return answer_feed(request, view.service, wanted, partial(_open, view))
 
 
 @routes.get("/v1/tags/{tag:path}/sources", 400, 404, 503)
@@ -142,18 +144,6 @@ async def tag_sources(view: TagsHere, tag: TagName, parameters: SourcesParameter
 async def tag_readers(view: TagsHere, parameters: Parameters) -> ReadersPage:
     """List the readers of tags that have a name: where they are, and whether they may miss what is dropped."""
     return ReadersPage(await inspect_readers(view))
-
-
-def _follow(
-    request: Request,
-    view: TagsService,
-    tags: tuple[str, ...],
-    mode: str,
-    parameters: TagFeedParameters,
-    last_event_id: str | None,
-) -> Response:
-    wanted = _request(view, tags, mode, parameters, last_event_id)
-    return answer_feed(request, view.service, wanted, partial(_open, view))
 
 
 def _request(
