@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
 from datetime import timedelta
 from functools import partial
@@ -277,15 +277,12 @@ class NamedFeed:
     def cursor(self) -> str:
         return self._feed.cursor
 
-    def __aiter__(self) -> AsyncIterator[Sequence[AnyFrame]]:
-        return self._batches()
-
     async def aclose(self) -> None:
         await self._feed.aclose()
         with suppress(TailraceError):
             await self.save(now=True)
 
-    async def _batches(self) -> AsyncIterator[Sequence[AnyFrame]]:
+    async def __aiter__(self) -> AsyncGenerator[Sequence[AnyFrame], None]:
         async for frames in self._feed:
             yield frames
             # The consumer asks for more, so it has this batch; but only the batch before it is surely sent.
