@@ -156,10 +156,7 @@ def buckets_of(settings: Settings, view: View) -> BucketSettings:
 
 
 class Throttle:
-    """Limits buckets per hour and bytes per second; 0 = no limit.
-
-    Work is paid for after it is done, by sleeping; idle time earns no credit.
-    """
+    """Limits buckets per hour and bytes per second, 0 = no limit. Idle time earns no credit."""
 
     def __init__(
         self,

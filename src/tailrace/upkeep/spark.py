@@ -141,10 +141,7 @@ def collect(spark: Any, frame: Any, stopped: Callable[[], bool]) -> list[Any]:
 
 
 class Spread:
-    """A Spark session that starts when work is to be spread, and ends with ``stop`` or at the end of ``with``.
-
-    Belongs to one thread.
-    """
+    """A Spark session of one thread: starts when work is to be spread, ends with ``stop`` or at the end of ``with``."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
