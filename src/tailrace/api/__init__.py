@@ -12,8 +12,6 @@ from msgspec import Meta
 
 TIME = "2026-11-15T08:00:00.000Z"
 """A time in UTC, for examples."""
-
-
 TEXT = "number-as-text"
 """Format of a number that travels as text."""
 

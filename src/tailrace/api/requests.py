@@ -73,21 +73,15 @@ ReaderName = Annotated[
 
 
 class StreamsFeedParameters(FeedParameters, frozen=True, kw_only=True):
-    """Parameters of a feed over several streams."""
-
     name: Annotated[Names, note("A stream; repeat it for several. Their order is the cursor's.")]
 
 
 class TagFeedParameters(FeedParameters, frozen=True, kw_only=True):
-    """Parameters of a feed of a tag."""
-
     q: Annotated[str, note("Only events that match this query: MongoDB's, as JSON.")] = "{}"
     client: ReaderName = None
 
 
 class TagsFeedParameters(TagFeedParameters, frozen=True, kw_only=True):
-    """Parameters of a feed over several tags."""
-
     tag: Annotated[Names, note("A tag; repeat it for several. Their order is the cursor's.")]
     mode: Annotated[
         Literal["any", "all"],
@@ -96,8 +90,6 @@ class TagsFeedParameters(TagFeedParameters, frozen=True, kw_only=True):
 
 
 class GrepParameters(FeedParameters, frozen=True, kw_only=True):
-    """Parameters of a search."""
-
     topics: Annotated[str, note("Names with commas between, or a regular expression (RE2); empty for all.")] = ""
     q: Annotated[str, note("The query, MongoDB's, as JSON.")] = "{}"
     key: Annotated[
@@ -127,8 +119,6 @@ class ExplainBody(Parameters, frozen=True, kw_only=True):
 
 
 class SessionFeedParameters(FeedParameters, frozen=True, kw_only=True):
-    """Parameters of a feed of a session."""
-
     channels: Annotated[
         str | None,
         note(
@@ -152,21 +142,15 @@ def read_query(q: str) -> Any:
 
 
 class PageParameters(Parameters, frozen=True, kw_only=True):
-    """Parameters of a list that comes in pages."""
-
     after: Annotated[str, note("Only rows after this one: `next` of the page before.")] = ""
     limit: PageSize = 100
 
 
 class TagsParameters(PageParameters, frozen=True, kw_only=True):
-    """Parameters of the list of tags."""
-
     prefix: Annotated[str, note("Only tags that begin with this.")] = ""
 
 
 class StreamsParameters(Parameters, frozen=True, kw_only=True):
-    """Parameters of the list of streams."""
-
     prefix: Annotated[str, note("Only names that begin with this.")] = ""
     after: Annotated[str, note("Only names after this one: `next` of the page before.")] = ""
     limit: Annotated[Annotated[int, Meta(ge=1, le=1000)] | None, note("Names in one page; 100 by default.")] = None
@@ -178,8 +162,6 @@ class StreamsParameters(Parameters, frozen=True, kw_only=True):
 
 
 class SourcesParameters(Parameters, frozen=True, kw_only=True):
-    """Parameters of the list of sources of a tag."""
-
     after: Annotated[int, note("`next` of the page before.", ge=0)] = 0
     limit: Annotated[int, note("Sources in one page, about; those of a small tag come all at once.", ge=1, le=1000)] = (
         100
@@ -187,20 +169,14 @@ class SourcesParameters(Parameters, frozen=True, kw_only=True):
 
 
 class SearchParameters(Parameters, frozen=True, kw_only=True):
-    """Parameters of one search that is shown."""
-
     limit: Annotated[int, note("Connections that are shown one by one, at most.", ge=0, le=10_000)] = 100
 
 
 class EndParameters(Parameters, frozen=True, kw_only=True):
-    """Parameters of the end of a search."""
-
     force: Annotated[bool, note("End it also if somebody follows it.")] = False
 
 
 class SessionsParameters(Parameters, frozen=True, kw_only=True):
-    """Parameters of the list of sessions."""
-
     prefix: Annotated[str, note("Only sessions whose identity begins with this.")] = ""
     state: Annotated[str, note("Only sessions in this state, such as `open`.")] = ""
     limit: PageSize = 100

@@ -80,8 +80,6 @@ _JAVA_ONLY = {
 
 
 class Kafka(Section):
-    """Kafka: the topics to read, and its clients."""
-
     bootstrap: Brokers = "127.0.0.1:9092"
     topics: Pattern | tuple[Topic, ...] = ".*"
     exclude: Patterns = ("__.*",)
@@ -104,7 +102,6 @@ class Kafka(Section):
         return self
 
     def client(self) -> dict[str, Any]:
-        """Return the properties of a client."""
         quiet, soon = {"log.connection.close": False}, {"reconnect.backoff.max.ms": 1000}
         return {**quiet, **soon, **self.properties, "bootstrap.servers": self.bootstrap}
 
@@ -134,8 +131,6 @@ class Valkey(Section):
 
 
 class Spark(Section):
-    """Spark, which runs the pipeline."""
-
     master: Annotated[str, Field(pattern=r"^(local(\[.+\])?|local-cluster\[.+\]|spark://.+|yarn|k8s://.+)$")] = (
         "local[2,4]"
     )
@@ -151,8 +146,6 @@ MOST_ROW = 8 << 20
 
 
 class PipelineSettings(Section):
-    """The pass over the records."""
-
     views: Views = ("days", "folds", "matches", "tags", "sessions")
     window_bytes: Annotated[Size, sizes("1KiB", "64MiB")] = 256 * 2**10
     window_runs: Annotated[int, Field(ge=1, le=2_000)] = 500
@@ -162,8 +155,6 @@ class PipelineSettings(Section):
 
 
 class UpkeepSettings(Section):
-    """Packing, sweeping and auditing in the background."""
-
     pack_every: Period = timedelta(hours=1)
     sweep_every: Period = timedelta(hours=1)
     audit_every: Period = timedelta(days=1)
@@ -176,8 +167,6 @@ class UpkeepSettings(Section):
 
 
 class Serve(Section):
-    """The HTTP service."""
-
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     port: Port = 7070
     coalesce_wait: Annotated[Delay, durations(most="1s")] = timedelta(milliseconds=5)
@@ -202,8 +191,6 @@ class Serve(Section):
 
 
 class Embedded(Section):
-    """The one-machine stack of ``tailrace up``."""
-
     dir: Annotated[str, Field(min_length=1)] = ".tailrace"
     kafka_port: Port = 0
     valkey_port: Port = 0
@@ -212,8 +199,6 @@ class Embedded(Section):
 
 
 class Demo(Section):
-    """The sample data of ``tailrace demo``."""
-
     rate: Annotated[float, Field(gt=0, le=100_000, allow_inf_nan=False)] = 20.0
     queues: Annotated[int, Field(ge=1, le=1_000)] = 3
     jobsets: Annotated[int, Field(ge=1, le=100_000)] = 12

@@ -98,11 +98,7 @@ def format_size(value: int) -> str:
 
 @cache
 def compile_pattern(pattern: str) -> Any:
-    """Return the RE2 expression of a pattern. Its dot also matches line breaks, which a name may contain.
-
-    Raises:
-        ImportError: RE2 is not installed, as with the client alone.
-    """
+    """Return the RE2 expression of a pattern. Its dot also matches line breaks, which a name may contain."""
     import re2
 
     options = re2.Options()

@@ -25,8 +25,6 @@ Number: TypeAlias = int | float
 
 ANY_NUMBER = 1 << 30
 """No limit on the number of operands."""
-
-
 Scope: TypeAlias = dict[tuple[str, ...], Any]
 """Path -> its value in the document, so that each path is followed once; the empty path has the document itself."""
 
@@ -40,8 +38,6 @@ class ArithmeticFailure(Exception):
 
 
 class Expr(Node, frozen=True):
-    """A condition on the whole document."""
-
     source: Any
 
     @property

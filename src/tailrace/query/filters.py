@@ -117,13 +117,10 @@ class _TextIndex:
 
 MAX_BUCKET = 8
 """Queries under one value up to which testing all is cheaper than an inner index."""
-
 MAX_INDEX_DEPTH = 4
 """Nested indexes."""
-
 _HIT_RATES: dict[type[Need], float] = {Text: 0.2, Range: 0.4, Present: 1.0}
 """Assumed share of documents that meet a need; for a range with two bounds, a quarter of it."""
-
 _MAX_INNER_RATE = 0.6
 """An inner index ignores needs that a larger share of documents meets."""
 
@@ -417,8 +414,6 @@ def prefilter(queries: Iterable[Query]) -> Callable[[bytes | None, bytes], bool]
 
 
 class NeededText(msgspec.Struct, frozen=True):
-    """A text in the value, or in the key."""
-
     text: bytes
     in_key: bool = False
 

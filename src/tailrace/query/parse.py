@@ -56,21 +56,15 @@ MAX_DEPTH = 100
 
 
 class QueryLimits(msgspec.Struct, frozen=True):
-    """Limits of one query, checked when it is compiled."""
+    """Limits of one query, checked when it is compiled; the section ``grep`` of ``reference.toml`` describes each."""
 
     depth: int = 32
-    """Nested documents and lists."""
     nodes: int = 250
-    """Operators and paths, and members of ``$all``."""
     in_members: int = 10_000
-    """Values of one ``$in``, ``$nin`` or ``$all``."""
     regexes: int = 20
     regex_length: int = 1_000
-    """Characters of one regular expression."""
     regex_size: int = 1_500
-    """Instructions of all regular expressions, compiled by RE2: they bound the cost of each character searched."""
     bytes: int = 256 * 1024
-    """Length of the query as JSON."""
 
 
 UNLIMITED = QueryLimits(*[1 << 30] * len(QueryLimits.__struct_fields__))
@@ -116,7 +110,6 @@ def _check_shape(query: Any, limits: QueryLimits) -> None:
 
 
 def describe(value: Any) -> str:
-    """Return a value's kind for a message."""
     match value:
         case None:
             return "null"

@@ -56,7 +56,6 @@ _ALIASES = (
 
 TYPES = {name: code for code, name in enumerate(_ALIASES.split(), 1)} | {"minKey": -1, "maxKey": 127}
 """BSON's types by alias. JSON has seven of them; a query may name the others, which never match."""
-
 NUMBERS = frozenset(TYPES[name] for name in ("double", "int", "long", "decimal"))
 """The types that the alias ``number`` stands for."""
 

@@ -379,7 +379,6 @@ class Present(Need, frozen=True):
 
 Needs: TypeAlias = tuple[Need, ...]
 """Alternative needs: each match meets at least one."""
-
 Price: TypeAlias = Callable[[Needs], float]
 """Expected cost of alternatives: the share of documents that meet one of them."""
 

@@ -168,14 +168,11 @@ def size(value: Any, enough: float = math.inf) -> int:
 
 ElementTest: TypeAlias = Callable[[Any], bool]
 """Tells whether one element satisfies an operator."""
-
 AnyElementTest: TypeAlias = Callable[[list[Any]], bool]
 """Tells whether any element of a list does: the same as ``any(map(one, elements))``, perhaps faster."""
-
 Check: TypeAlias = Callable[[Any, dict[str, Any]], bool]
 """Tells whether a document, or an element inside ``$elemMatch``, matches. The second argument is the context: the
 record's fields by name and, where several queries share tests, the results of those already made by their keys."""
-
 MAX_STEPS = 200
 """Limit on the steps of a path; MongoDB's."""
 
@@ -347,10 +344,8 @@ def _milliseconds(time: Any) -> Any:
 
 FieldPath: TypeAlias = tuple[str, ...]
 """The keys that lead from an object to a value inside it."""
-
 CACHE_SIZE = 100_000
 """Canonical forms cached per process; the cache is emptied when it is full."""
-
 _PLAIN = re.compile(rb'"[^"\\]*"|0|-?[1-9]\d{0,18}|true|false|null')
 """Values that are their own canonical form, as most are."""
 
@@ -358,7 +353,6 @@ _NUMBER = re.compile(rb"(-?)(\d+)(?:\.(\d+))?(?:[eE]([+-]?\d+))?")
 
 _UNSUPPORTED_NAME = re.compile(r'["\\\x00-\x1f]')
 """Characters that msgspec does not allow in a field's name."""
-
 _MAX_TYPED_FIELDS = 12
 """With more fields than these, picking them out costs about as much as decoding all."""
 

@@ -87,15 +87,10 @@ class Audit(msgspec.Struct, frozen=True):
 
 
 class Auditing:
-    """One run of an audit; the result is in ``found``.
+    """One run of an audit, of all names or those that match; the result is in ``found``.
 
-    Args:
-        pattern: Only names that match.
-        keys: Also look through all keys for some that nobody owns.
-        spark: A session; one is started, and ended, without it.
-
-    Raises:
-        BadRequest: The view has no copy of Kafka's records, or an option makes no sense for it.
+    If ``keys``, it also looks through all keys for some that nobody owns. Raises BadRequest if the view has no copy of
+    Kafka's records, or cannot look through keys. Without ``spark``, a session is started, and ended.
     """
 
     name = "audit"
@@ -125,11 +120,7 @@ class Auditing:
         return self.found.facts() if self._ended else {}
 
     def run(self, shards: Shards, lease: JobLease) -> None:
-        """Audit the view. Changes nothing.
-
-        Raises:
-            Unavailable, StoreChanged, PipelineError: It failed, or was stopped.
-        """
+        """Audit the view, and change nothing; PipelineError if it is stopped."""
         started = self._clock()
         if self._copy.is_written(shards):  # else no session is started for nothing
             with spark_for(self._settings, self._spark) as session:
@@ -222,9 +213,6 @@ class Auditor:
             .where("kafka <> view OR low <> 0 OR high <> 0 OR note <> ''")
             .mapInArrow(judge, JUDGED)
         )
-
-
-# In tasks.
 
 
 def _kafka_sums(work: Assignment, slices: Iterable[Slice]) -> Iterator[tuple[object, ...]]:

@@ -56,7 +56,6 @@ class ViewCopy(ABC):
     refused: ClassVar[Mapping[str, str]] = {}
     """Options of audits and rebuilds (``keys``, ``day``, ``source``) that make no sense here, and why."""
     outcome: ClassVar[type[Restored]]
-    """The type of a rebuild's outcomes."""
     has_repeats: ClassVar[bool] = False
     """True if an event may be stored twice under one number; audits count such repeats."""
 
@@ -203,8 +202,6 @@ class Assignment(msgspec.Struct, frozen=True):
 
 
 class RebuildStart(msgspec.Struct, frozen=True):
-    """The state of a view from which it is rebuilt."""
-
     marks: tuple[Mapping[Partition, int], ...] | None
     """Of each shard, the offsets up to which it is rebuilt; None = those of the moment when Kafka is read."""
     epochs: tuple[int, ...] = ()
@@ -224,8 +221,6 @@ class RebuildPlan(msgspec.Struct, frozen=True):
 
 
 class Restored(msgspec.Struct, frozen=True):
-    """Outcome for one log."""
-
     name: str
     verdict: str
     events: int = 0
@@ -324,11 +319,9 @@ class History:
         marks: Sequence[Mapping[Partition, int]] | None = None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> tuple[list[Any], Assignment]:
-        """Run a Spark job over the history, as ``collect_past`` does.
+        """Run a Spark job over the history up to these marks, or those of this moment, as ``collect_past`` does.
 
-        Args:
-            job: Returns the data frame of the job, given its tasks' input and Kafka's records.
-            marks: Where the history ends, for each shard; None = at the marks of this moment.
+        ``job`` returns the data frame of the job, given its tasks' input and Kafka's records.
         """
 
         def frame(work: Assignment) -> Any:
@@ -338,8 +331,10 @@ class History:
         begin = partial(self.assign, shards, wanted, marks)
         return collect_past(self._spark, begin, frame, self._has_moved, stopped)
 
-    def _extent(self, shards: Shards, marks: Sequence[Mapping[Partition, int]] | None) -> Extent:
-        """Return the records to read, up to these marks or up to those of this moment.
+    def assign(
+        self, shards: Shards, wanted: WantedNames, marks: Sequence[Mapping[Partition, int]] | None = None
+    ) -> Assignment:
+        """Return the input of the tasks of a job, up to these marks or up to those of this moment.
 
         The marks are read before Kafka's bounds: a record that was applied by then was in Kafka.
         """
@@ -351,8 +346,8 @@ class History:
         compacted = self._broker.compacted(same)
         left_out.update(compacted)
         ranges: dict[Partition, tuple[int, int]] = {}
-        wanted = [topic for name, topic in same.items() if name not in compacted]
-        for (name, number), (first, end) in self._broker.bounds(wanted).items():
+        compared = [topic for name, topic in same.items() if name not in compacted]
+        for (name, number), (first, end) in self._broker.bounds(compared).items():
             partition = Partition(name, number, generations[name][0])
             last = max(shard.get(partition, NOTHING) for shard in marks)
             if last >= end:
@@ -363,13 +358,7 @@ class History:
             {p: (first, shard[p]) for p, (first, _) in ranges.items() if shard.get(p, NOTHING) >= first}
             for shard in marks
         )
-        return Extent(ranges, by_shard, {topic.name: topic for topic in wanted}, left_out)
-
-    def assign(
-        self, shards: Shards, wanted: WantedNames, marks: Sequence[Mapping[Partition, int]] | None = None
-    ) -> Assignment:
-        """Return the input of the tasks of a job, up to these marks or up to those of this moment."""
-        extent = self._extent(shards, marks)
+        extent = Extent(ranges, by_shard, {topic.name: topic for topic in compared}, left_out)
         plan = make_plan(self._settings, shards, [self._copy.plan], 0)
         erased = {
             name: {source: each for source, each in sources.items() if source != self._brought_back}

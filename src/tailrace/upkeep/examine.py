@@ -167,7 +167,6 @@ class Checker:
         self._begin(self._segment)
 
     def begin(self, segment: Segment) -> None:
-        """Go on to the next segment."""
         if self._start_ms is not None and segment.start_ms < self._start_ms:
             self._note(segment, "buckets", 1, f"segment {segment.index} begins before the one in front of it")
         if segment.first <= self._numbers.get(segment.epoch, 0):
@@ -327,17 +326,13 @@ class Examined(msgspec.Struct, frozen=True):
     """Further rows of an event under the same number, which readers skip."""
 
 
-CheckNumbers: TypeAlias = Callable[[Shards, ExaminedLog, dict[str, int]], Iterable[Finding]]
-"""Compares the last number of each source in a log with the last number that its shard has given out."""
-
-
 def examine(
     shards: Shards,
     view: str,
     logs: Iterable[ExaminedLog],
     bounds: Bounds,
     erased: Mapping[str, Erasures] | None = None,
-    check_numbers: CheckNumbers = lambda *_: (),
+    check_numbers: Callable[[Shards, ExaminedLog, dict[str, int]], Iterable[Finding]] = lambda *_: (),
 ) -> Iterator[Examined]:
     """Read logs; one that was packed, expired or rebuilt meanwhile is read again."""
     for log, entries in _prefetched(shards, view, logs):

@@ -156,10 +156,7 @@ def buckets_of(settings: Settings, view: View) -> BucketSettings:
 
 
 class Throttle:
-    """Limits buckets per hour and bytes per second; 0 = no limit.
-
-    Work is paid for after it is done, by sleeping; idle time earns no credit.
-    """
+    """Limits buckets per hour and bytes per second, 0 = no limit. Idle time earns no credit."""
 
     def __init__(
         self,
@@ -193,10 +190,7 @@ class Throttle:
 class JobLease:
     """A lease: use as ``with``. It is taken at the beginning, renewed in the background, given back at the end.
 
-    Args:
-        shards: An open, prepared client; the renewals use a connection of their own.
-        owner: The holder's name, shown to other processes.
-        wait_s: How long to wait for another owner to give it back; then LeaseHeld is raised.
+    Other processes are shown the name of its owner. LeaseHeld is raised if another owner does not give it back in time.
     """
 
     def __init__(
@@ -255,11 +249,8 @@ class JobLease:
 def run_job(settings: Settings, work: Work, *, alone: bool = True, wait_s: float = 0.0, lease: str = LOGS) -> Facts:
     """Do one run of a job under a lease, leave its report, and return its facts.
 
-    Without ``alone`` the lease is not taken: that is for work that changes nothing.
-
-    Raises:
-        LeaseHeld: Another process was at work all the time that we waited.
-        TailraceError: The error that ended the run; it is in the report too.
+    Without ``alone`` the lease is not taken: that is for work that changes nothing. Raises LeaseHeld if another process
+    was at work all the time that we waited, and the error that ended the run, which is in the report too.
     """
     with closing(Shards(StoreOptions.of(settings.valkey)).open()) as shards:
         prepare(shards)

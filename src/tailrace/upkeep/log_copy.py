@@ -72,7 +72,7 @@ from tailrace.upkeep.rebuild import (
     one_day,
     record_bounds,
     replaced,
-    whole_log,
+    replaced_part,
 )
 from tailrace.upkeep.sweep import over
 from tailrace.valkey.marks import read_marks
@@ -129,11 +129,9 @@ class _LogRestorer:
                 if segment.epoch > self._epoch:
                     numbering.pass_live(read_segment(self._shards, self._view, self._name, segment))
             if not numbering.fits(self._events(part, spool)):
-                part = whole_log(surveys, behind)
+                part = replaced_part(surveys, 0, len(surveys), behind)
                 numbering.begin_anew(self._events(part, spool))
             return self._write(part, numbering.numbered(self._events(part, spool)))
-
-    # The log as it is.
 
     def _old(self) -> list[Segment]:
         """Return the segments that are never written again, also those whose rows can only be guessed."""
@@ -178,8 +176,6 @@ class _LogRestorer:
             in_front = in_front and (i < self._due or (sound and not has_retained))
             found.append(Survey(segment, sound, has_retained, events, low, high, offsets, carried))
         return found
-
-    # The log as it is to be.
 
     def _events(self, part: ReplacedPart, records: Iterable[SpooledRecord]) -> Iterator[RestoredEvent]:
         """Yield the right events of the replaced part, in order."""
@@ -244,8 +240,6 @@ class _LogRestorer:
         if day_ms is not None:
             lowest = (inside[0].start_ms, inside[0].span_ms) if inside else (day_ms, span)
         return Buckets(surveys[part.begin - 1].segment if part.begin else None, part.room, lowest, highest)
-
-    # The change.
 
     def _write(self, part: ReplacedPart, events: Iterator[RestoredEvent]) -> Restored:
         """Stage the right events of the replaced part, and put them in its place."""
@@ -405,9 +399,6 @@ class LogCopy(ViewCopy):
         }
 
 
-# In tasks.
-
-
 def route(work: Assignment, slices: Iterable[Slice]) -> Iterator[pa.RecordBatch]:
     """Yield Kafka's records with the names of their logs."""
     for records, rows in replay(work, slices):
@@ -422,18 +413,13 @@ def route(work: Assignment, slices: Iterable[Slice]) -> Iterator[pa.RecordBatch]
         yield arrow_batch(RECORDS, named)
 
 
-def outcome_batch(outcome: Restored) -> pa.RecordBatch:
-    """Return an outcome as Spark takes it from a task."""
-    fields = msgspec.structs.asdict(outcome)
-    return pa.RecordBatch.from_arrays([pa.array([value]) for value in fields.values()], names=list(fields))
-
-
 def _restored(plan: RebuildPlan, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Restore the logs whose records come, one after the other; yield the outcome of each."""
     with closing(plan.work.open()) as shards:
         restorer = Restorer(plan, shards)
         for name, rows in groupby(_rows(batches), key=lambda row: row[0]):
-            yield outcome_batch(restorer.restore(name, (record for _, record in rows if record is not None)))
+            outcome = restorer.restore(name, (record for _, record in rows if record is not None))
+            yield arrow_batch(_RESTORED, [msgspec.structs.astuple(outcome)])
 
 
 def _rows(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[str, SpooledRecord | None]]:

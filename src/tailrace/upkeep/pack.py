@@ -368,12 +368,7 @@ class Packing:
         return {**self.found}
 
     def run(self, shards: Shards, lease: JobLease) -> None:
-        """Pack all segments that are due.
-
-        Raises:
-            StaleUpkeep: Another process has taken over.
-            StoreChanged: The server was restarted.
-        """
+        """Pack all segments that are due."""
         try:
             self.look(shards)
             if not self.found["segments"]:
@@ -427,8 +422,6 @@ class Packing:
 
 
 class PackPlan(msgspec.Struct, frozen=True):
-    """Input of the tasks of one run."""
-
     store: StoreOptions
     run_ids: dict[str, str]
     token: int

@@ -53,14 +53,9 @@ from tailrace.view import View
 class Rebuilding:
     """One run of a rebuild; ``facts`` has the work so far, also after a failure.
 
-    Args:
-        name: One stream; None = all of them.
-        day_ms: Begin of the one UTC day to restore; None = all days.
-        source: Only logs with events of this source; its erased events come back.
-        spark: A session; one is started, and ended, without it.
-
-    Raises:
-        BadRequest: The view has no copy of Kafka's records, or an option makes no sense for it.
+    It restores one stream (``name``) or all, one UTC day of it or all days, or only logs with events of a source, whose
+    erased events come back. Raises BadRequest if the view has no copy of Kafka's records, or for such an option that
+    makes no sense for it. Without ``spark``, a session is started, and ended.
     """
 
     name = "rebuild"
@@ -85,7 +80,6 @@ class Rebuilding:
         self._source, self._spark, self._clock = source, spark, clock
         self._names = 0
         self.restored: dict[str, Restored] = {}
-        """The outcome for every log with faults, by name."""
 
     def facts(self) -> dict[str, object]:
         outcomes = self.restored.values()
@@ -101,10 +95,7 @@ class Rebuilding:
     def run(self, shards: Shards, lease: JobLease | None) -> None:
         """Restore the logs with faults; without a lease, change nothing.
 
-        Raises:
-            StreamNotFound: Neither the view nor Kafka has the stream.
-            StaleUpkeep: Another process has taken over.
-            PipelineError: Spark failed; logs that were restored until then stay so.
+        Logs that were restored before it failed stay so. StreamNotFound: neither the view nor Kafka has the stream.
         """
         requested = None if self._name is None else frozenset([self._name])
         if self._source is not None and requested is None:
@@ -155,9 +146,6 @@ class Rebuilding:
         )
 
 
-# One log: the segments to replace, and the new ones.
-
-
 class Survey(msgspec.Struct, frozen=True):
     """The readable events of a segment, each once and in the order of its partition."""
 
@@ -190,19 +178,12 @@ class ReplacedPart(msgspec.Struct, frozen=True):
 def faulty_part(surveys: Sequence[Survey], due: int, behind: Segment | None) -> ReplacedPart:
     """Return the part from the first segment that is damaged or has events of Kafka's, to the end.
 
-    Args:
-        due: Segments that are about to expire, and stay.
-        behind: The segment that follows the list.
+    The first ``due`` segments are about to expire, and stay; ``behind`` is the segment that follows the list.
     """
     begin = next((i for i, s in enumerate(surveys) if i >= due and (s.retained or not s.sound)), len(surveys))
     # Behind the last segment there is no room: the next index is the pipeline's.
     begin = min(begin, max(0, len(surveys) - 1))
-    return _part(surveys, begin, len(surveys), behind)
-
-
-def whole_log(surveys: Sequence[Survey], behind: Segment | None) -> ReplacedPart:
-    """Return all segments, whatever Kafka has of them."""
-    return _part(surveys, 0, len(surveys), behind)
+    return replaced_part(surveys, begin, len(surveys), behind)
 
 
 def one_day(surveys: Sequence[Survey], day_ms: int, behind: Segment | None) -> ReplacedPart:
@@ -210,10 +191,10 @@ def one_day(surveys: Sequence[Survey], day_ms: int, behind: Segment | None) -> R
     until = day_ms + DAY_MS
     begin = next((i for i, s in enumerate(surveys) if s.segment.end_ms > day_ms), len(surveys))
     end = next((i for i, s in enumerate(surveys) if i >= begin and s.segment.start_ms >= until), len(surveys))
-    return _part(surveys, begin, end, behind)
+    return replaced_part(surveys, begin, end, behind)
 
 
-def _part(surveys: Sequence[Survey], begin: int, end: int, behind: Segment | None) -> ReplacedPart:
+def replaced_part(surveys: Sequence[Survey], begin: int, end: int, behind: Segment | None) -> ReplacedPart:
     after = surveys[end].segment if end < len(surveys) else behind
     if end > begin:
         top = surveys[end - 1].segment.index
@@ -312,12 +293,10 @@ def merged(
 
 
 class Buckets:
-    """The buckets of new segments, by the pipeline's rule; when there is no room for more, the last one grows.
+    """The buckets of new segments, by the pipeline's rule; when there is no ``room`` for more, the last one grows.
 
-    Args:
-        front: The segment in front of them: an event that asks for a bucket before its end goes to its bucket.
-        room: Limit of their number; None = any number.
-        lowest, highest: Begin and length of the first and of the last possible one.
+    An event that asks for a bucket before the end of the segment in front of them goes to that segment's bucket. Of the
+    first and of the last possible bucket, ``lowest`` and ``highest`` are begin and length.
     """
 
     def __init__(
@@ -372,9 +351,7 @@ def replaced(front: Sequence[Segment], gone: Sequence[Segment], expired: Positio
 class SegmentDraft:
     """The new segments of one log, staged piece by piece as their events come; events are numbered from 1.
 
-    Args:
-        staging: Where to write; None = nowhere, for a dry run.
-        staged: Called when a piece is written, and not yet compared.
+    A dry run has no ``staging``. ``staged`` is called when a piece is written, and not yet compared.
     """
 
     def __init__(

@@ -125,11 +125,7 @@ def spark_for(settings: Settings, spark: Any = None) -> Iterator[Any]:
 
 
 def collect(spark: Any, frame: Any, stopped: Callable[[], bool]) -> list[Any]:
-    """Run a job and return its rows; give it up when ``stopped`` says so.
-
-    Raises:
-        PipelineError: It was given up, or Spark failed.
-    """
+    """Run a job and return its rows; PipelineError if ``stopped`` says to give it up, or if Spark fails."""
     from py4j.protocol import Py4JError  # type: ignore[import-untyped]
     from pyspark.errors import PySparkException
 
@@ -145,10 +141,7 @@ def collect(spark: Any, frame: Any, stopped: Callable[[], bool]) -> list[Any]:
 
 
 class Spread:
-    """A Spark session that starts when work is to be spread, and ends with ``stop`` or at the end of ``with``.
-
-    Belongs to one thread.
-    """
+    """A Spark session of one thread: starts when work is to be spread, ends with ``stop`` or at the end of ``with``."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -181,8 +174,7 @@ class Spread:
     def map(self, work: Callable[[Any], Any], shares: Sequence[Any], stopped: Callable[[], bool]) -> list[Any]:
         """Do the work of each share in a task of its own; give up running tasks when ``stopped`` says so.
 
-        Raises:
-            PipelineError: Spark itself failed; the work of tasks until then stays.
+        When Spark itself fails (PipelineError), the work of tasks until then stays.
         """
         found: list[Any] = self._wait(lambda c: c.parallelize(shares, len(shares)).map(work).collect(), stopped)
         return found

@@ -24,7 +24,6 @@ from tailrace.view import View
 
 PAGE = 500
 """Logs in one round trip."""
-
 SKEW_MS = 300_000
 """Limit of the difference between the store's clock and ours."""
 
@@ -55,11 +54,7 @@ class Sweeping:
         return {**self._dropped, "left": {LATER: self._later}} if self._later else {**self._dropped}
 
     def look(self, shards: Shards) -> dict[str, object]:
-        """Count the segments that would be dropped, and change nothing.
-
-        Raises:
-            StoreError: The clocks disagree.
-        """
+        """Count the segments that would be dropped, and change nothing; StoreError if the clocks disagree."""
         now_ms = compare_clocks(shards, self._scope.clock)
         for found in LogRegistry(shards, self.view).walk(self._scope.wanted):
             keep = self._rules.keep_of(found.name)
@@ -70,12 +65,7 @@ class Sweeping:
         return self.facts()
 
     def run(self, shards: Shards, lease: JobLease) -> None:
-        """Drop all segments that are older than their retention time.
-
-        Raises:
-            StaleUpkeep: Another process has taken over.
-            StoreError: The clocks disagree; nothing was dropped.
-        """
+        """Drop all segments older than their retention time; StoreError, and none dropped, if the clocks disagree."""
         now_ms = compare_clocks(shards, self._scope.clock)
         registry, staging = LogRegistry(shards, self.view), Staging(shards, self.view, lease.token)
         total = registry.count()
@@ -116,11 +106,7 @@ def over(log: Log, since_ms: int, most: int | None = None) -> Sequence[Segment]:
 
 
 def compare_clocks(shards: Shards, clock: Callable[[], int]) -> int:
-    """Return the time of our clock.
-
-    Raises:
-        StoreError: A clock of the store disagrees: one of the two is wrong, and we cannot know which.
-    """
+    """Return the time of our clock; StoreError if one of the store disagrees, since we cannot know which is wrong."""
     answers = shards.run_all([(shard, ("TIME",)) for shard in range(shards.options.shards)])
     now_ms = clock()
     for shard, (seconds, micros) in enumerate(answers):

@@ -63,8 +63,6 @@ ALL = 1 << 62
 
 
 class TagFeed(LogFeed):
-    """An open feed over the log of one tag."""
-
     _request: TagRequest
 
     def __init__(
@@ -98,8 +96,6 @@ class TagFeed(LogFeed):
 
 
 class _Event(msgspec.Struct, eq=False):
-    """An event of one log, read ahead of the merge."""
-
     ms: int
     partition: Partition
     offset: int
@@ -114,8 +110,6 @@ class _Event(msgspec.Struct, eq=False):
 
 
 class _Line(MergeLine):
-    """The log of one tag in the merge."""
-
     ahead: deque[_Event | Gap]  # type: ignore[assignment]
 
     def __init__(self, reader: LogReader, target: Position, at: int, sent_ahead: Ranges) -> None:
@@ -157,8 +151,6 @@ class _Line(MergeLine):
 
 
 class MergedTags(TagFeed):
-    """An open feed over the logs of several tags."""
-
     _lines: list[_Line]  # type: ignore[assignment]
 
     def __init__(self, *arguments: Any) -> None:
@@ -189,8 +181,6 @@ class MergedTags(TagFeed):
             await woken(self._wake, MARK_POLL_S)
         else:
             await super()._wait()
-
-    # Reading.
 
     async def _fill(self) -> None:
         for line in self._lines:
@@ -266,8 +256,6 @@ class MergedTags(TagFeed):
                 line.marks = marks[self._logs.shard_of(line.reader.name)]
         self._complete.clear()
         self._marks_are_old = False
-
-    # Merging.
 
     async def _merge(self) -> list[AnyFrame]:
         frames: list[AnyFrame] = []
@@ -469,7 +457,6 @@ class TagStore(ABC):
 
 
 def open_store(settings: Settings, nodes: Nodes, hub: Hub, logs: Logs, clock: Callable[[], int]) -> TagStore:
-    """Return the store that the settings name."""
     if settings.tags.store == "cassandra":
         from tailrace.views.tags.rows.feed import CassandraTags
 

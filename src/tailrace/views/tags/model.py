@@ -286,9 +286,6 @@ def widen_neighbour(segments: Sequence[Segment], empty: Segment) -> Segment | No
     return msgspec.structs.replace(shrunk, state=near.state)
 
 
-# Requests.
-
-
 class FromStoreCursor(msgspec.Struct, frozen=True):
     """A start after a cursor that only the store can read; ``text`` excludes the state of the request."""
 

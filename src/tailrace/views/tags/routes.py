@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
 from datetime import timedelta
 from functools import partial
@@ -110,7 +110,8 @@ async def follow_tags(
     request: Request, view: TagsHere, parameters: TagsFeedParameters, last_event_id: LastEventId = None
 ) -> Response:
     """Follow the events that have any, or all, of several tags, in one feed; each source keeps its order."""
-    return _follow(request, view, tuple(parameters.tag), parameters.mode, parameters, last_event_id)
+    wanted = _request(view, tuple(parameters.tag), parameters.mode, parameters, last_event_id)
+    return answer_feed(request, view.service, wanted, partial(_open, view))
 
 
 @routes.feed("/v1/tags/{tag:path}/events", TAG_FEED)
@@ -118,7 +119,8 @@ async def follow_tag(
     request: Request, view: TagsHere, tag: TagName, parameters: TagFeedParameters, last_event_id: LastEventId = None
 ) -> Response:
     """Follow the events of a tag: from anywhere, then live; resumable after every event."""
-    return _follow(request, view, (tag,), "any", parameters, last_event_id)
+    wanted = _request(view, (tag,), "any", parameters, last_event_id)
+    return answer_feed(request, view.service, wanted, partial(_open, view))
 
 
 @routes.get("/v1/tags/{tag:path}/sources", 400, 404, 503)
@@ -142,18 +144,6 @@ async def tag_sources(view: TagsHere, tag: TagName, parameters: SourcesParameter
 async def tag_readers(view: TagsHere, parameters: Parameters) -> ReadersPage:
     """List the readers of tags that have a name: where they are, and whether they may miss what is dropped."""
     return ReadersPage(await inspect_readers(view))
-
-
-def _follow(
-    request: Request,
-    view: TagsService,
-    tags: tuple[str, ...],
-    mode: str,
-    parameters: TagFeedParameters,
-    last_event_id: str | None,
-) -> Response:
-    wanted = _request(view, tags, mode, parameters, last_event_id)
-    return answer_feed(request, view.service, wanted, partial(_open, view))
 
 
 def _request(
@@ -199,9 +189,6 @@ async def watch(view: TagsService) -> None:
             warned = set(warnings)
         except TailraceError as error:
             logger.debug("readers of tags: %s", error)
-
-
-# Named readers.
 
 
 class _EventTime(msgspec.Struct):
@@ -290,15 +277,12 @@ class NamedFeed:
     def cursor(self) -> str:
         return self._feed.cursor
 
-    def __aiter__(self) -> AsyncIterator[Sequence[AnyFrame]]:
-        return self._batches()
-
     async def aclose(self) -> None:
         await self._feed.aclose()
         with suppress(TailraceError):
             await self.save(now=True)
 
-    async def _batches(self) -> AsyncIterator[Sequence[AnyFrame]]:
+    async def __aiter__(self) -> AsyncGenerator[Sequence[AnyFrame], None]:
         async for frames in self._feed:
             yield frames
             # The consumer asks for more, so it has this batch; but only the batch before it is surely sent.

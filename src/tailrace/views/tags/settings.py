@@ -63,8 +63,6 @@ class TagRules(Table[Where]):
 
 
 class TagsSettings(Section):
-    """The view of tags: source and tags of an event, the store, and how rows in Cassandra are read."""
-
     topics: Pattern | tuple[Topic, ...] = ".*"
     source: NameRule = "key"
     sequence: Annotated[str, Field(min_length=1)] = "offset"
@@ -123,8 +121,6 @@ class TagsSettings(Section):
 
 
 class CassandraSettings(Section):
-    """The cluster that stores the events of tags if ``tags.store`` is "cassandra"."""
-
     hosts: Annotated[tuple[str, ...], Field(min_length=1)] = ("127.0.0.1",)
     port: Port = 9042
     keyspace: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,47}$")] = "tailrace"

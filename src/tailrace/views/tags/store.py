@@ -99,8 +99,6 @@ def _floors(answer: Any) -> dict[Partition, int]:
 
 
 class Levels(msgspec.Struct, frozen=True):
-    """The marks and the floors of the partitions in one shard."""
-
     marks: dict[Partition, int]
     floors: dict[Partition, int]
 
@@ -110,10 +108,7 @@ class LevelReader:
         self._nodes = nodes
 
     async def read(self, tags: Iterable[str]) -> dict[str, Levels]:
-        """Return for each tag the levels of its shard.
-
-        Floors are read before marks, so they hold for everything beyond the marks.
-        """
+        """Return for each tag the levels of its shard. Floors, read first, hold for everything beyond the marks."""
         shards, keys = {tag: shard_of(tag, self._nodes.options.shards) for tag in tags}, self._nodes.keys
         wanted = sorted(set(shards.values()))
         floors = [(shard, ("HGETALL", keys.times(shard, VIEW))) for shard in wanted]

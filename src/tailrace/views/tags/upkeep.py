@@ -135,10 +135,7 @@ class SourceEvents(msgspec.Struct):
 
 
 class Erasing(ABC):
-    """One run of the job that erases a source from one tag, or from all, wherever tags rest.
-
-    It calls ``reached`` at each failpoint.
-    """
+    """One run of the job that erases a source from one tag, or from all; it calls ``reached`` at each failpoint."""
 
     name = "cleanup"
     view = VIEW
@@ -149,7 +146,6 @@ class Erasing(ABC):
     ) -> None:
         self._settings, self._source, self._tag, self._reached = settings, source, tag, reached
         self.erased: list[TagErasure] = []
-        """The outcome for each tag."""
 
     def look(self, shards: Shards) -> dict[str, object]:
         """Count the events that would be erased, and change nothing; raise BadRequest if no such tag has any."""
@@ -309,10 +305,7 @@ class LogErasing(Erasing):
 
 
 class Anchor:
-    """The ``Numbering`` of one tag, by the progress of its sources, which was read before its log.
-
-    No timeuuid is after ``latest_ms``.
-    """
+    """The ``Numbering`` of one tag, by its sources' progress, read before its log; no timeuuid beyond ``latest_ms``."""
 
     def __init__(self, progress: Mapping[str, SourceProgress], latest_ms: int) -> None:
         self._numbered_sources, self._latest_ms = progress.keys(), latest_ms

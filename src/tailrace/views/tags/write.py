@@ -206,8 +206,6 @@ class TagsWriter(Writer):
             if row.offset > mark:
                 self._refused_rows[row.tag, str(row.partition), row.offset] = row
 
-    # The tags of a slice.
-
     def named(self, records: Slice) -> Iterator[tuple[int, int, str, TagFields]]:
         """Yield row, shard, tag and fields for every tag of every event."""
         for i, event in self._tag(records).events.items():
@@ -235,8 +233,6 @@ class TagsWriter(Writer):
                 else:
                     tagged[i] = event
         return _TaggedSlice(records, tagged, skipped)
-
-    # The windows of the shards.
 
     def _windows(
         self, tagged: _TaggedSlice, shares: dict[int, _ShardWindow], begin: int, end: int, marks: Sequence[int]
@@ -342,7 +338,6 @@ class TagsWriter(Writer):
 
 @lru_cache(100_000)
 def _by_shard(tags: tuple[str, ...], shards: int) -> tuple[tuple[int, tuple[str, ...]], ...]:
-    """Return the shards of tags, each with its tags."""
     by_shard: dict[int, tuple[str, ...]] = {}
     for tag in tags:
         shard = shard_of(tag, shards)
@@ -363,7 +358,6 @@ class _ShardWindow:
         self.size = 0
         """About the bytes of its events."""
         self._before: _Progress = {}
-        """Progress before the window."""
 
     def add(self, row: int, offset: int, time_ms: int, event: TaggedEvent, tags: Sequence[str]) -> None:
         """Number an event in its tags of this shard."""

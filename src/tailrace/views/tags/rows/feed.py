@@ -135,8 +135,6 @@ class CassandraTags(TagStore):
             await asyncio.sleep(self._scan_ms / 1000)
             await line.expect(levels)
 
-    # The start of a feed.
-
     async def _starts(
         self, request: TagRequest, filters: Sequence[TagFilter], levels: dict[str, Levels], room: int
     ) -> list[TagPosition]:
@@ -290,8 +288,6 @@ class TagRowsFeed(OpenFeed):
         self._failures = 0
         return frames + self._controls()
 
-    # When to read.
-
     async def _read(self) -> None:
         """Begin to read on, with new levels of the shards."""
         levels = await self._levels.read(self._request.names)
@@ -346,8 +342,6 @@ class TagRowsFeed(OpenFeed):
 
     def _read_to(self) -> UUID:
         return min((line.read_to for line in self._lines), key=order)
-
-    # Frames.
 
     async def _merge(self) -> list[AnyFrame]:
         """Return the next events; none if everything is read and no read is due."""

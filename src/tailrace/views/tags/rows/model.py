@@ -68,7 +68,6 @@ class StoredRow(RowKey, frozen=True, kw_only=True, gc=False):
     """A row: an event in one of its tags."""
 
     span_ms: int
-    """Length of its bucket."""
     seq: int
     time_ms: int
     key: bytes | None
@@ -369,7 +368,6 @@ class ResumePoint:
         self.open = {key: each for key, each in self.open.items() if order(last_of(each.since_ms)) > self._order}
 
     def position(self, held: Collection[OpenSource]) -> TagPosition:
-        """Return the position to resume at, with the held sources."""
         if not (self._partitions or self.sources or self.open or held):
             return TagPosition(self.low)
         reached = (Reached(key, offset, ms_of(last)) for key, (offset, last) in self._partitions.items())
@@ -401,9 +399,6 @@ def position_before(rows: Sequence[StoredRow], first: int, low: UUID, room: int)
 def position_after(low: UUID, reached: dict[str, Reached], last: UUID, room: int) -> TagPosition:
     """Return the position at ``low`` with the partitions reached above it; at ``last`` if there are too many."""
     return TagPosition(low, tuple(reached.values())) if len(reached) <= room - ROOM_FOR_HELD else TagPosition(last)
-
-
-# Numbers, for upkeep.
 
 
 class MissingNumbers(NamedTuple):

@@ -55,37 +55,27 @@ MIN_LAG_MS, MAX_LAG_MS = 50, 5_000
 MAX_SEARCH_SPAN_MS = 60_000
 """Missed rows that lie further apart than this are read separately."""
 MIN_PAUSE_MS = 10
-"""Shortest time between two reads."""
 
 
 class ReadSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of a feed over rows and of its readers, one for each tag."""
+    """The settings of a feed over rows and of its readers, one for each tag; ``of`` shows which key is which field."""
 
     refresh_ms: int = 3_000
-    """Interval of reads that nobody announced."""
     notify: bool = True
-    """True if announced writes are read at once."""
     fails: bool = True
-    """True if the feed fails when numbers are not found in time; else it skips them."""
     delay_ms: int | None = 5_000
-    """Distance to the clock; None: as far as the floors are behind it."""
+    """None: as far as the floors are behind the clock."""
     future_ms: int = 1_000
     """Floors may be ahead of the clock by this much, unless a clock was set."""
     span_ms: int = 3_600_000
     gap_ms: int = 10_000
-    """Longest wait for missing events."""
     first_ms: int = 100
-    """Longest wait for events below the first one that is seen of a source."""
     max_missing: int = 5_000
-    """A gap of more numbers is not waited for."""
     short_ms: int | None = 1_000
-    """Interval of searches through the recent past; None: never."""
     short_period_ms: int | None = 5_000
-    """Length of that past; None: to the start of the bucket before, which is the furthest of all searches."""
     long_ms: int | None = 120_000
     long_period_ms: int | None = None
     known_sources: int = 100_000
-    """Sources whose last number is remembered."""
     max_held: int = 10_000
     """Events held back, of all sources; then reading stops."""
     room: int = 32
@@ -159,12 +149,10 @@ def _is_over(begin_ms: int, interval_ms: int | None, now_ms: int) -> bool:
 
 
 class HeldSource:
-    """A source with a gap, and its events above the gap.
+    """A source with a gap, and its events above the gap; ``number`` is that of its last delivered event, 0 for none.
 
-    Args:
-        number: Number of its last delivered event; 0: none.
-        after: The missing events have later timeuuids than this one.
-        first: Lowest number seen of a source that was not known: lower numbers need not exist. 0: it was known.
+    The missing events have later timeuuids than ``after``. Of a source that was not known, numbers below ``first`` need
+    not exist; 0: it was known.
     """
 
     def __init__(self, source: str, number: int, after: UUID, first: int, now_ms: int) -> None:
@@ -222,8 +210,6 @@ class HeldSource:
 
 
 class DeliveredRow(msgspec.Struct, frozen=True, gc=False):
-    """An event to deliver, and the position after it."""
-
     row: StoredRow
     position: TagPosition
 
@@ -281,8 +267,6 @@ class Reading:
 
     def position(self) -> TagPosition:
         return self._resume.position([held.entry() for held in self._held.values()])
-
-    # Reading on.
 
     def begin(
         self, marks: Mapping[Partition, int], floors: Mapping[Partition, int], now_ms: int, until: UUID | None = None
@@ -353,8 +337,6 @@ class Reading:
             if committed:
                 self._take(row, now_ms, out)
         return out
-
-    # Missed rows.
 
     def searches(self, now_ms: int) -> list[tuple[UUID, UUID]]:
         """Return the ranges, after one timeuuid and up to another, whose rows the caller passes to ``find_missed``."""
@@ -436,8 +418,6 @@ class Reading:
                 continue
             if order(row.timeuuid) > self._start_order and self._sources.get(row.source) is None:
                 self._sources.expect(row, self._start)
-
-    # One row.
 
     def _fits(self, row: StoredRow) -> bool:
         """Return True if the cursor and the memory have room for a row."""

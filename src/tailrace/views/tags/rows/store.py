@@ -45,7 +45,6 @@ RELIST_S: Final = 3_600.0
 _LISTED_CACHE: Final = 100_000
 _ROW_BYTES: Final = 200
 _IN_FLIGHT: Final = 32
-"""Most batches in flight."""
 PAGE_BYTES: Final = 4 << 20
 """About the size of a page: with large rows, a page has fewer."""
 WALK_PAGE: Final = 2_000
@@ -224,9 +223,6 @@ def _partition_values(partition: Partition) -> tuple[bytes, bytes, bytes]:
 def _tags(tags: tuple[str, ...]) -> bytes:
     texts = [tag.encode() for tag in tags]
     return _int(len(texts)) + b"".join(_int(len(text)) + text for text in texts)
-
-
-# Reading.
 
 
 class Bucket(msgspec.Struct, frozen=True, order=True):
@@ -435,7 +431,6 @@ class CassandraPartition(Generic[R]):
     request: Callable[[Any], asyncio.Future[Page]]
     """Requests the page at a paging state, None for the first."""
     make: Callable[[Any], R]
-    """Makes a row from one of the driver."""
     begun: bool = False
     requested: asyncio.Future[Page] | None = None
 

@@ -49,7 +49,7 @@ from tailrace.upkeep.copy import (
 )
 from tailrace.upkeep.examine import MOST_ODD, Erasures, Examined, Finding, Tally, fingerprint
 from tailrace.upkeep.job import LOGS, JobLease, failpoint
-from tailrace.upkeep.log_copy import NEXT_RECORDS, RECORDS, outcome_batch, route
+from tailrace.upkeep.log_copy import NEXT_RECORDS, RECORDS, route
 from tailrace.valkey.marks import NOTHING, parse_marks, read_marks
 from tailrace.valkey.shards import Shards
 from tailrace.views.tags.model import Erasure
@@ -174,9 +174,6 @@ def _store(options: TagsPlan) -> CassandraSettings:
     return options.cassandra
 
 
-# The audit.
-
-
 def examine(work: Assignment, shards: Shards, rows: RowWalk, tag: str, since_ms: int) -> Examined:
     """Read the rows of a tag, and compare their numbers with the shard's; before ``since_ms`` rows may have expired."""
     shard = shard_of(tag, shards.options.shards)
@@ -253,9 +250,6 @@ def _miscounted(
             continue  # another program wrote it: the shard has given out no number
         detail = f"the last row has number {last}, and the shard has given out {now.number}"
         yield Finding("numbers", tag, "", source, now.number, last, detail)
-
-
-# The rebuild.
 
 
 def _level(shards: Shards) -> None:
@@ -448,10 +442,8 @@ def _restored(plan: RebuildPlan, options: TagsPlan, batches: Iterable[pa.RecordB
         restorer = RowRestorer(plan, options, shards)
         items = (item for batch in batches for item in zip(*(c.to_pylist() for c in batch.columns), strict=True))
         for tag, group in groupby(items, key=lambda item: item[0]):
-            yield outcome_batch(restorer.restore(tag, (RestoreItem(*item) for _, *item in group)))
-
-
-# Erasing.
+            outcome = restorer.restore(tag, (RestoreItem(*item) for _, *item in group))
+            yield arrow_batch(_RESTORED, [msgspec.structs.astuple(outcome)])
 
 
 class RowErasing(Erasing):
