@@ -207,16 +207,15 @@ def make_session_request(
         )
     if (patterns := sum(map(is_pattern, names))) > MOST_PATTERNS:
         raise BadRequest(f"{patterns} patterns of channels, at most {MOST_PATTERNS}: take fewer, or names")
-    sent, since, resumed = 0, None, False
+    sent, since = 0, None
     begin: SessionStart
-    if last_event_id:
-        cursor = SessionCursor.parse(last_event_id)
-        if cursor.ended:
-            return None
-        begin, sent, since, resumed = FromSessionCursor(cursor), cursor.sent or 0, cursor.since, True
-    elif parameters.after:
-        cursor = SessionCursor.parse(parameters.after)
+    if given := last_event_id or parameters.after:
+        cursor = SessionCursor.parse(given)
         begin, since = FromSessionCursor(cursor), cursor.since
+        if last_event_id:
+            if cursor.ended:
+                return None
+            sent = cursor.sent or 0
     elif start := parameters.beginning:
         begin = parse_session_start(start, now_ms)
         since = begin.time if isinstance(begin, FromMoment) else None
@@ -231,7 +230,7 @@ def make_session_request(
         until=parse_session_until(parameters.until, now_ms) if parameters.until else None,
         sent=sent,
         since=since,
-        resumed=resumed,
+        resumed=bool(last_event_id),
     )
 
 
@@ -321,13 +320,17 @@ def encode_frame(frame: AnyFrame) -> bytes:
     return message(_encode({"event": "moved", **position}))
 
 
-@routes.websocket("/v1/sessions/{identity}/live")
-async def session_live(websocket: WebSocket) -> None:
-    """Follow a session over a WebSocket, in binary messages."""
+async def _admitted(websocket: WebSocket) -> tuple[Service, SessionsService, str]:
     service: Service = websocket.app.state.service
     sessions = service.part_of("sessions", SessionsService)
     await admit(websocket, sessions.settings.sessions.origins)
-    identity = decoded(websocket.path_params["identity"])
+    return service, sessions, decoded(websocket.path_params["identity"])
+
+
+@routes.websocket("/v1/sessions/{identity}/live")
+async def session_live(websocket: WebSocket) -> None:
+    """Follow a session over a WebSocket, in binary messages."""
+    service, sessions, identity = await _admitted(websocket)
     if "format" in websocket.query_params:
         raise BadRequest("unknown parameter 'format': messages have one form")
     parameters = read_parameters(SessionFeedParameters, websocket.query_params)
@@ -411,10 +414,7 @@ RTA_STREAM: Responses = {
 @rta.websocket("/rta/v2/sessions/{identity}/stream")
 async def rta_stream(websocket: WebSocket) -> None:
     """Follow a session over a WebSocket, in the telemetry protocol."""
-    service: Service = websocket.app.state.service
-    sessions = service.part_of("sessions", SessionsService)
-    identity = decoded(websocket.path_params["identity"])
-    await admit(websocket, sessions.settings.sessions.origins)
+    service, sessions, identity = await _admitted(websocket)
     if SUBPROTOCOL not in websocket.scope["subprotocols"]:
         raise HTTPException(406, f"this WebSocket speaks {SUBPROTOCOL}: offer it as a sub-protocol")
     viewer = Viewer(sessions.streams, identity, sessions.settings.sessions)
