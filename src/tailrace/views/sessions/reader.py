@@ -97,23 +97,22 @@ class _Line:
         return bisect_right(self._entries, position, self._first, key=attrgetter("id"))
 
 
+_NO_ENTRIES = _Line()
+
+
 class Tap:
     """The live end of one stream, shared by its followers."""
 
     def __init__(self, stream: str) -> None:
         self.stream = stream
-        self.base: EntryId = BEGINNING
-        """Entries after this one are buffered, up to ``head``."""
-        self.head: EntryId = BEGINNING
         self.era = 0
         """Number of times that the stream began anew."""
         self.waiters: set[asyncio.Event] = set()
         self.opened = asyncio.Event()
         """Set when the end of the stream is known: from then on ``head`` is a position in it."""
-        self._all = _Line()
         self._lines: dict[int, _Line] = {}
-        """The same entries by session."""
-        self._size = 0
+        """The entries of ``_all`` by session."""
+        self.restart(BEGINNING)
 
     def after(self, position: EntryId, number: int | None = None, most: int | None = None) -> list[StreamEntry] | None:
         """Return the buffered entries after a position, of one session or of all; None if the store must be read.
@@ -121,24 +120,19 @@ class Tap:
         The answer is complete up to ``head``, even if the last entries are of other sessions, unless it has ``most``
         entries.
         """
-        if position < self.base:
-            return None
-        line = self._line(number)
-        return [] if line is None else line.after(position, most)
+        return None if position < self.base else self._line(number).after(position, most)
 
     def behind(self, position: EntryId, number: int | None = None) -> int:
         """Return the buffered bytes after a position."""
-        line = self._line(number)
-        return 0 if line is None else line.size_after(position)
+        return self._line(number).size_after(position)
 
-    def _line(self, number: int | None) -> _Line | None:
-        return self._all if number is None else self._lines.get(number)
+    def _line(self, number: int | None) -> _Line:
+        return self._all if number is None else self._lines.get(number, _NO_ENTRIES)
 
     def restart(self, position: EntryId) -> None:
         """Empty the buffer; begin after a position."""
-        self._all = _Line()
-        self._lines = {}
-        self._size = 0
+        self._all, self._size = _Line(), 0
+        self._lines.clear()
         self.base = self.head = position
 
     def add(self, entries: Iterable[StreamEntry], limit: int) -> None:
@@ -307,8 +301,8 @@ class LostStretch(msgspec.Struct, frozen=True):
         return self.to if self.back or self.reason == "store-rolled-back" else max(position, self.to)
 
     def facts(self, identity: str) -> dict[str, object]:
-        facts = {"session": identity, "from": str(self.after), "to": str(self.to), "reason": self.reason}
-        return facts | ({"possible": True} if self.possible else {})
+        more = {"possible": True} if self.possible else {}
+        return {"session": identity, "from": str(self.after), "to": str(self.to), "reason": self.reason, **more}
 
     def error(self, identity: str) -> CursorGone:
         """Return the error for a reader that wants no gaps."""

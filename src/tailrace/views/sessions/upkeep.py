@@ -457,13 +457,15 @@ class _Line:
         some = slice(self._first, self._first + count)
         return list(zip(self._ms[some], self._seq[some], strict=True))
 
-    def drop(self, count: int) -> None:
-        self.bytes -= sum(self._sizes[self._first : self._first + count])
+    def drop(self, count: int) -> int:
+        freed = sum(self._sizes[self._first : self._first + count])
+        self.bytes -= freed
         self._first += count
         if self._first > _SPARE and self._first > len(self):
             for column in (self._ms, self._seq, self._sizes):
                 del column[: self._first]
             self._first = 0
+        return freed
 
 
 class Weights:
@@ -507,11 +509,10 @@ class Weights:
     def drop(self, number: int, count: int) -> int:
         """Drop the oldest entries of a session; return their bytes."""
         line = self._lines[number]
-        before = line.bytes
-        line.drop(count)
+        freed = line.drop(count)
         if not line:
             del self._lines[number]
-        return before - line.bytes
+        return freed
 
 
 def stale_trims(trimmed: Mapping[int, EntryId], known: Collection[int], oldest_ms: int) -> list[int]:
