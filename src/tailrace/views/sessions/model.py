@@ -328,16 +328,13 @@ class _Sheet:
 
     def bursts(self, target: int) -> Iterator[bytes]:
         now, before = self.session, self.known
-        if self.opening:
-            yield from burst.bursts([self.opening], target)
         messages: list[bytes] = []
         grew = before is None or (now.start, now.end) != (before.start, before.end)
         if grew and now.start is not None and now.end is not None:
             messages.append(burst.time_range(now.start, now.end))
         messages += self.pieces.messages(target)
-        yield from burst.bursts(messages, target)
-        if self.closing:
-            yield from burst.bursts([self.closing], target)
+        for together in ([self.opening], messages, [self.closing]):
+            yield from burst.bursts(filter(None, together), target)
 
 
 class Recorder:
