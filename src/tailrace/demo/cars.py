@@ -25,6 +25,7 @@ import msgspec
 
 from tailrace.config.settings import Demo, Settings
 from tailrace.demo import Clock, Event, Plan
+from tailrace.log.event import iso_time
 
 MS = 1_000_000
 TICK = 10 * MS
@@ -313,10 +314,9 @@ class _Garage:
         self._identity = f"car-{self._number}-{self._random.getrandbits(40):010x}"
         self._driver, self._last = self._random.choice(DRIVERS), self._random.randint(4, 7)
         self._car, self._ticks, self._sent_until = Car(self._random), 0, now // MS * MS
-        at = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=now // MS)
         json = {
             "state": "open",
-            "timestamp": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "timestamp": iso_time(now // MS),
             "identifier": f"Car {self._number}, stint {self._stint}",
             "details": self._details(),
             "configBindings": [{"identifier": IDENTIFIER, "channelOffset": 0}],
