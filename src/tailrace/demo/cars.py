@@ -64,8 +64,6 @@ class Sensor(NamedTuple):
 
 
 class Car:
-    """A car on the track, from tick to tick."""
-
     def __init__(self, random: Random) -> None:
         self.random, self._skill = random, random.uniform(0.96, 1.02)
         self.at, self.speed, self.pull, self.bend = 0.0, 20.0, 0.0, 0.0
@@ -139,7 +137,6 @@ class Car:
         return self.gear | flat << 4 | tyres << 8
 
     def noise(self, width: float) -> float:
-        """Return a random error of a sensor."""
         return self.random.gauss(0, width)
 
 
@@ -192,7 +189,6 @@ def raw(channel: Sensor, car: Car, after: float = 0.0) -> float:
 
 
 def _between(points: tuple[tuple[float, float], ...], at: float) -> float:
-    """Interpolate linearly between points."""
     after = bisect(points, at, key=lambda point: point[0])
     (x, y), (other_x, other_y) = points[after - 1], points[min(after, len(points) - 1)]
     return y if other_x == x else y + (other_y - y) * (at - x) / (other_x - x)
@@ -273,9 +269,7 @@ IDENTIFIER = "demo-car-" + hashlib.sha256(msgspec.json.encode(CONFIGURATION, ord
 TOPIC = "telemetry"
 KEY = ["garage"]
 STEP = 0.1
-"""Seconds of samples in one record."""
 TICKS = 10
-"""Ticks in one record."""
 LATEST = 20 * TICKS
 """Ticks behind the clock at which a car skips the time it missed."""
 DRIVERS = ("Ada", "Grace", "Edsger", "Barbara", "Tony", "Radia")
@@ -286,8 +280,6 @@ _ROW = [(number, channel) for number, channel in enumerate(CHANNELS, 1) if chann
 
 
 class _Garage:
-    """The records of one car, stint by stint."""
-
     def __init__(self, random: Random, number: int) -> None:
         self._random, self._number = random, number
         self._stint, self._last = 0, 0

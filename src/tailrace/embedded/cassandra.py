@@ -191,7 +191,6 @@ class EmbeddedCassandra(EmbeddedServer):
         self._lock.close()
 
     def _identity(self) -> str:
-        """Return the unique name of this folder's cluster."""
         file = self.folder / "name"
         if not file.exists():
             fresh = self.folder / "name.new"

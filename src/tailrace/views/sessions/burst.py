@@ -440,14 +440,11 @@ Piece: TypeAlias = SampleRun | Points
 
 
 class MessageQueue:
-    """The pending messages of a session, in order."""
-
     def __init__(self) -> None:
         self._pending: list[Piece | bytes] = []
         self._last: dict[int, Piece] = {}
         """The piece of each channel that further samples may continue."""
         self.size = 0
-        """Estimate of the bytes."""
 
     def add(self, piece: Piece | WholeMessage) -> None:
         if isinstance(piece, WholeMessage):
@@ -537,7 +534,6 @@ def _whole(message: bytes, time: int, channels: Sequence[int] = ()) -> WholeMess
 
 
 def _samples(part: Periodic | Timestamped, channel: Channel | None) -> tuple[bytes, int]:
-    """Return the buffer of a part, and the width of a sample."""
     type_ = part.as_ if channel is None else channel.type
     width = WIDTHS[type_]
     if part.data is None:

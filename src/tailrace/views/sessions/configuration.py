@@ -452,8 +452,6 @@ KNOWN = 1_000
 
 
 class Catalogue:
-    """Configurations by identifier, and the channels that they define."""
-
     def __init__(self, unit_rational: bool = False) -> None:
         self._unit_rational = unit_rational
         self._known: dict[str, tuple[bytes, Configuration]] = {}

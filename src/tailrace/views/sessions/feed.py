@@ -160,7 +160,6 @@ class SessionFeed(OpenFeed):
         """A later life, and the entry up to which this one has to be read first."""
         self._pending: list[AnyFrame] = []
         self._end_reason = ""
-        """Reason why the session has nothing more."""
         self._moved = self._dropping = False
         self._now = asyncio.get_running_loop().time
         self._checked_at = self._now()
@@ -350,7 +349,6 @@ class SessionFeed(OpenFeed):
             joined.add_events(content.events, request.since, until)
 
     def _frames(self) -> list[AnyFrame]:
-        """Return the frame of the joined entries, if it shows anything."""
         joined = self._joined
         if not self._is_rebuilt or not (joined.entries or joined.series):
             return []
@@ -430,7 +428,6 @@ class SessionFeed(OpenFeed):
         return [*self._flush(), *self._end(life.state)]
 
     async def _check_session(self) -> None:
-        """Check that the session is still the one that is followed."""
         life = self._life
         if life is None or self._next_life is not None:
             return
@@ -450,7 +447,6 @@ class SessionFeed(OpenFeed):
         return end
 
     async def _turn(self, life: SessionLife, later: Located) -> list[AnyFrame]:
-        """Continue with another life of the session."""
         frames, former = self._flush(), life.number
         between = await life.life_between(self._position.entry, later)
         number, position = (later.number, later.position) if between is None else between

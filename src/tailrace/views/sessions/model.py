@@ -58,9 +58,7 @@ ABANDONED: Final = "abandoned"
 PROGRAM: Final = "~"
 """Prefix of the names of writers that are programs, not partitions: no topic can have such a name."""
 MAX_JSON = MAX_BURST - 64
-"""Limit of the bytes of Session JSON without the word for its state: with it, and a message around it, it fits a
-burst.
-"""
+"""Limit of the bytes of Session JSON without the word for its state: both fit into a message of one burst."""
 
 _Scalar: TypeAlias = str | int | float | bool
 _Instant: TypeAlias = Annotated[datetime, msgspec.Meta(tz=True)]
@@ -121,8 +119,6 @@ def checked(identity: str, update: Mapping[str, Any]) -> tuple[dict[str, Any], l
 
 
 class Session(msgspec.Struct, frozen=True, array_like=True):
-    """The stored state of a session."""
-
     identity: str
     stream: str
     number: int
@@ -131,16 +127,13 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     """Last entry of the stream before the session's first one."""
     state: str
     json: str
-    """Last Session JSON in the stream."""
     merged: str
-    """Union of all Session JSONs."""
     writer: str
     opened: int
     """Offset of the record that opened the session."""
     heard: int
     """Latest time of its records, in milliseconds."""
     records: int = 0
-    """Number of records so far."""
     amendment: int = 0
     """Number of changes by the watchdog since the last record."""
     start: int | None = None
@@ -317,8 +310,6 @@ _Begin: TypeAlias = Callable[[Mapping[str, Any]], Session]
 
 
 class _Sheet:
-    """Pending changes of one session."""
-
     __slots__ = ("closing", "known", "opening", "pieces", "session")
 
     def __init__(self, known: Session | None, session: Session) -> None:
@@ -359,7 +350,6 @@ class Recorder:
         self._sheets: dict[str, _Sheet] = {}
         self._configs: dict[str, bytes] = {}
         self.size = 0
-        """Estimate of the bytes to write."""
 
     def session(self, identity: str) -> Session | None:
         """Return a session as the records so far have left it."""
@@ -371,7 +361,6 @@ class Recorder:
         return sheet is not None and sheet.session.is_closed and isinstance(record, OpenSession)
 
     def write(self) -> PendingWrites:
-        """Return the writes for the records since the last call."""
         entries = tuple(
             (identity, pack(data)) for identity, sheet in self._sheets.items() for data in sheet.bursts(self._target)
         )

@@ -123,7 +123,6 @@ class Tap:
         return None if position < self.base else self._line(number).after(position, most)
 
     def behind(self, position: EntryId, number: int | None = None) -> int:
-        """Return the buffered bytes after a position."""
         return self._line(number).size_after(position)
 
     def _line(self, number: int | None) -> _Line:
@@ -171,7 +170,6 @@ class StreamHub:
         self._forms_size = 0
         self._interned: WeakValueDictionary[Hashable, Hashable] = WeakValueDictionary()
         self.taps: dict[str, Tap] = {}
-        """The followed streams, by name."""
         self._readers: dict[str, asyncio.Task[None]] = {}
 
     async def aclose(self) -> None:
@@ -280,7 +278,6 @@ class StreamPiece(msgspec.Struct, frozen=True):
     """The next part of a life: an entry of the stream, or the blocks of a record in Kafka, none if it has no part."""
 
     position: StreamPosition
-    """Position after it."""
     entry: StreamEntry | None = None
     blocks: tuple[bytes, ...] = ()
 
@@ -311,8 +308,6 @@ class LostStretch(msgspec.Struct, frozen=True):
 
 
 class StreamReader:
-    """Reads one life of a session from its stream."""
-
     def __init__(self, live: LiveSessions, tap: Tap, number: int, position: EntryId) -> None:
         self.number = number
         self.reached = position
@@ -439,8 +434,6 @@ def partition_of(located: Located) -> Partition | None:
 
 @dataclass(slots=True)
 class KafkaReader:
-    """Reads the trimmed part of one life of a session."""
-
     _archive: Archive
     _live: LiveSessions
     _located: Located
@@ -462,7 +455,6 @@ class KafkaReader:
         return BEGINNING if self._seam is None else self._seam.entry
 
     async def next(self) -> list[StreamPiece | LostStretch]:
-        """Return the next pieces; none at the seam."""
         if self._ended:
             return []
         while self._seam is None or self._after >= self._seam.offset:

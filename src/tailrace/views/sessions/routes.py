@@ -262,7 +262,6 @@ async def _located(sessions: SessionsService, identity: str) -> tuple[Located, C
 
 
 def _steps(conversion: Conversion) -> dict[str, Any]:
-    """Describe a conversion of a raw number, step by step."""
     how = conversion.how
     if isinstance(how, TextTable):
         table: dict[str, Any] = {"keys": list(how.names), "values": list(how.names.values()), "default": how.default}
@@ -273,8 +272,6 @@ def _steps(conversion: Conversion) -> dict[str, Any]:
 
 
 class LiveFeed:
-    """A feed on its way to one viewer."""
-
     def __init__(self, feed: SessionFeed, settings: SessionsSettings) -> None:
         self._feed, self._settings = feed, settings
         self.closing = Closing(1000, "")

@@ -284,8 +284,6 @@ def step(
 
 
 class Thinner(Generic[K]):
-    """Thins the samples of one feed, entry by entry."""
-
     def __init__(self, thinning: Thinning | None, unsent: UnsentSamples | None = None) -> None:
         """Begin, or resume: then the entries after ``unsent.after`` must come first."""
         self._thinning = thinning
@@ -408,7 +406,6 @@ def _thin(lot: _Lot, thinning: Thinning) -> _Lot:
 SHORT = 4096
 """Largest message whose time offsets are cached."""
 _PLAIN = Channel(0)
-"""A channel without configuration."""
 _PLAIN_WIDTH = _PLAIN.width
 
 
@@ -510,8 +507,6 @@ LineSeries: TypeAlias = Series[Line]
 
 
 class Content(msgspec.Struct, frozen=True):
-    """The content of an entry for a viewer."""
-
     json: str | None = None
     """Session JSONs in it, merged."""
     range: tuple[int, int] | None = None
@@ -524,7 +519,6 @@ class Content(msgspec.Struct, frozen=True):
 
     @property
     def size(self) -> int:
-        """Estimate of the bytes in memory."""
         samples = sum(len(each.times) for each in self.series)
         return len(self.json or "") + 500 * (len(self.series) + len(self.events)) + 40 * samples
 

@@ -61,9 +61,7 @@ PAGE = 32
 PAGES = 16
 """Reads of a backward search for entries of one session, before only ids are read."""
 AT_ONCE = 500
-"""Sessions in one round trip."""
 LEDGER_PAGE = 100
-"""Writes in one read of a ledger."""
 HEADS = 1_000, 4 << 20
 """Limits of entries, and of their bytes, whose sessions the store is asked for in one call."""
 NUMBER_DIGITS = 19
@@ -80,7 +78,6 @@ class SessionCursor(msgspec.Struct, frozen=True):
     """A position in the feed of a session, and the state of its request."""
 
     number: int
-    """Life of the session."""
     position: StreamPosition
     unsent: UnsentSamples | None = None
     sent: int | None = None
@@ -99,7 +96,6 @@ class SessionCursor(msgspec.Struct, frozen=True):
 
     @property
     def origin(self) -> StreamPosition:
-        """The position after which reading resumes."""
         return self.position if self.unsent is None else self.unsent.after
 
     def renewed(self) -> SessionCursor:
@@ -134,8 +130,6 @@ class FromMoment(msgspec.Struct, frozen=True):
 
 
 class FromSessionCursor(msgspec.Struct, frozen=True):
-    """Everything after a cursor."""
-
     cursor: SessionCursor
 
 

@@ -40,7 +40,6 @@ import numpy.typing as npt
 from tailrace.errors import BadRequest
 
 MAX_CHANNEL = (1 << 32) - 1
-"""Highest number of a channel."""
 Time: TypeAlias = int | str
 """Nanoseconds since the epoch, as written in JSON."""
 ChannelId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_CHANNEL)]
@@ -53,7 +52,6 @@ CLOSED: frozenset[str] = frozenset(get_args(Closed))
 LONGEST = 1_000
 """Limit of the bytes of a session's name."""
 FIRST, LAST = -(2**63), 2**63 - 1
-"""Bounds of time."""
 
 _DIGITS = re.compile(r"-?[0-9]{1,19}")
 _UNFIT = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
@@ -68,8 +66,6 @@ class Refused(ValueError):
 
 
 class Fault(msgspec.Struct, frozen=True, array_like=True):
-    """A bad part of a record."""
-
     part: str
     """Name of the part, such as ``periodic[2]``."""
     what: str
@@ -232,7 +228,6 @@ def parse(value: bytes) -> tuple[Record, Sequence[Fault]]:
 
 
 def _leniently(value: bytes, error: Exception) -> tuple[Record, Sequence[Fault]]:
-    """Parse an invalid record field by field."""
     head(value)  # raises if the routing fields are bad: callers have read the session from them
     try:
         fields = _decode_fields(value)

@@ -61,11 +61,8 @@ LEASE = "session-upkeep"
 WEIGHED = 500, 2 << 20
 """Limits of entries and bytes to weigh in one call."""
 SHED = 200
-"""Limit of entries to remove in one call."""
 NAMES_AT_ONCE = 200
-"""Limit of sessions in one round trip."""
 SCANNED = 1_000
-"""Keys of the store to scan in one call."""
 AGAIN_MS = 600_000
 """Time for which an abandonment is repeated: upkeep may have died between the hash and the stream."""
 ROUND = 20_000
@@ -239,8 +236,6 @@ def _session(value: bytes) -> Session | None:
 
 
 class TrimMemory:
-    """The weights of earlier runs."""
-
     def __init__(self) -> None:
         self._weights: dict[str, Weights] = {}
         self._processes: Mapping[str, str] = {}

@@ -95,12 +95,9 @@ class SessionsDriver(ViewDriver):
 
 
 class _SliceNames(NamedTuple):
-    """The sessions and configurations of a slice's records."""
-
     records: Slice
     identities: tuple[str, ...]
     configs: frozenset[str]
-    """Identifiers of the configurations that they name."""
 
 
 class _StreamState(NamedTuple):

@@ -361,7 +361,6 @@ class SessionWriter:
         self._ahead_ms = self._store.server_ms(self._stream) - round(self._clock() * 1000)
 
     def _begin(self, identities: set[str], values: Mapping[str, bytes]) -> None:
-        """Make a new recorder of the stored sessions."""
         self._known, self._met = Known(), identities
         self._numbers: Numbers = {}
         self._known.learn(self._stream, values, self._store.owners(identities))
@@ -370,7 +369,6 @@ class SessionWriter:
         self._recorder = Recorder(self._stream, self._writer, known.sessions, known.elsewhere, self._catalogue, target)
 
     def _meet(self, identity: str, named: set[str]) -> None:
-        """Load a session, and configurations that a record names."""
         if identity not in self._met:
             _, values = self._store.read(self._stream, self._writer, [identity])
             self._known.learn(self._stream, values, self._store.owners([identity]))
