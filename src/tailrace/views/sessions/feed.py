@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import struct
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -346,7 +346,10 @@ class SessionFeed(OpenFeed):
             if content.range is not None:
                 grown = _union(content.range, joined.range or self._range or self._resumed_range)
                 joined.range = None if grown == self._range else grown
-            joined.add_events(content.events, request.since, until)
+            for event in content.events:
+                at = int(event["time"])
+                if (request.since is None or at >= request.since) and (until is None or at <= until):
+                    joined.events.append(event)
 
     def _frames(self) -> list[AnyFrame]:
         joined = self._joined
@@ -497,12 +500,6 @@ class _Joined(msgspec.Struct):
     def add(self, series: Sequence[LineSeries]) -> None:
         self.series += series
         self.samples += sum(len(each.times) for each in series)
-
-    def add_events(self, events: Iterable[dict[str, Any]], since: int | None, until: int | None) -> None:
-        for event in events:
-            at = int(event["time"])
-            if (since is None or at >= since) and (until is None or at <= until):
-                self.events.append(event)
 
 
 def _union(one: Span | None, other: Span | None) -> Span | None:
