@@ -219,10 +219,7 @@ def periodic(channel: int, start: int, interval: int, width: int, buffer: bytes,
 def timestamped(
     channel: int, times: Sequence[int] | Longs, width: int, buffer: bytes, target: int = TARGET
 ) -> list[bytes]:
-    """Return messages of samples with times of their own, each of at most about ``target`` bytes.
-
-    A new message begins wherever time goes back. The scale of each is the greatest common divisor of its steps.
-    """
+    """Return messages of samples with times of their own, as large; a new one begins wherever time goes back."""
     at = np.asarray(times, np.int64)
     if not len(at):
         return []

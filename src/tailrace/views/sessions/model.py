@@ -8,11 +8,10 @@ stay apart.
 Invariant: a session is a function of its records, in order. ``order`` grows with each record and each change by the
 watchdog, so of two states of a session the later one is known, whoever wrote them and however often.
 
-A ``Recorder`` begins with the stored sessions, takes records one by one, and returns on demand the writes that the
-records since the last call need. Invariant: the writes are a function of the sessions and the records, so records may
-come in any batches, and again after a failure, as long as each recorder begins at the stream's mark. The first message
-of a session is its Session JSON alone, and so is the last one. Where its time range grew, the new range precedes the
-samples that made it grow.
+A ``Recorder`` begins with the stored sessions, takes records one by one, and returns the writes that they need.
+Invariant: the writes are a function of the sessions and the records, so records may come in any batches, and again
+after a failure, as long as each recorder begins at the stream's mark. The first message of a session is its Session
+JSON alone, and so is the last one. A grown time range precedes the samples that made it grow.
 """
 
 from __future__ import annotations

@@ -117,8 +117,7 @@ class Tap:
     def after(self, position: EntryId, number: int | None = None, most: int | None = None) -> list[StreamEntry] | None:
         """Return the buffered entries after a position, of one session or of all; None if the store must be read.
 
-        The answer is complete up to ``head``, even if the last entries are of other sessions, unless it has ``most``
-        entries.
+        The answer is complete up to ``head``, even if others have the last entries, unless it has ``most`` entries.
         """
         return None if position < self.base else self._line(number).after(position, most)
 
@@ -158,10 +157,7 @@ class Tap:
 
 
 class StreamHub:
-    """The shared readers of a process; ``aclose`` ends their tasks.
-
-    ``ring_bytes`` limits the buffered entries of all streams together, and the forms derived from them.
-    """
+    """The shared readers of a process; ``ring_bytes`` limits the buffered entries, and the forms made of them."""
 
     def __init__(self, live: LiveSessions, ring_bytes: int = 64 << 20) -> None:
         self.live = live
@@ -413,10 +409,7 @@ class Archive(msgspec.Struct, frozen=True):
 
 
 class Hole(msgspec.Struct, frozen=True):
-    """Records that are skipped after an offset, since it is unknown which of them were read before.
-
-    If the lost stretch ends in the stream, nothing more is read from Kafka.
-    """
+    """Records to skip after an offset, as some were read before; all the rest if the stretch ends in the stream."""
 
     low: int
     lost: LostStretch

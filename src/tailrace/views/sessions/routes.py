@@ -5,13 +5,11 @@ feed needs no configuration; it is served for labels, units and limits.
 
 Our own WebSocket sends what the feed yields, in messages that a browser uses without copying; a control frame is a
 message without samples, with ``event`` in its header. A viewer that has caught up once and then falls too far behind
-goes on at the live end and gets a gap, or is closed; a viewer that reads the past may take its time. The pages are
-files in ``pages/``; their scripts ask the API as any client does.
+goes on at the live end and gets a gap, or is closed; a viewer that reads the past may take its time.
 
 Below ``/rta`` are the stream of a session in the RTA telemetry protocol, and its lists of sessions and configurations.
-Stream and lists read the same hash of a session, so the time range in a list is as new as the last message. Times in
-nanoseconds are integers all the way. Unknown (null or missing) and empty properties of a session's JSON are passed on
-unchanged: they mean different things. Unknown query parameters are ignored, since the clients are not ours.
+Both read the same hash, so the time range in a list is as new as the last message. Unknown (null or missing) and empty
+properties of a session's JSON mean different things and stay. Unknown query parameters are ignored.
 """
 
 from __future__ import annotations
@@ -475,13 +473,9 @@ def session_fields(located: Located) -> dict[str, msgspec.Raw] | None:
 
 
 def iso(ns: int) -> str:
-    """Format a time in UTC with microseconds, the precision that clients can read."""
-    seconds, rest = divmod(ns, 1_000_000_000)
-    try:
-        text = datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S")
-    except (ValueError, OverflowError, OSError):  # a year beyond the calendar
-        return "1970-01-01T00:00:00.000000Z"
-    return f"{text}.{rest // 1000:06d}Z"
+    """Format a time in UTC with microseconds, the precision that clients can read; 1970 for other years."""
+    text = iso_time(ns // 1_000_000)
+    return f"{text[:-1]}{ns // 1_000 % 1_000:03d}Z" if text.endswith("Z") else "1970-01-01T00:00:00.000000Z"
 
 
 def sort_key(fields: dict[str, msgspec.Raw], path: str) -> tuple[int, Any]:

@@ -266,8 +266,7 @@ class LiveSessions:
     async def listing(self, most: int = 10_000) -> list[Located]:
         """Return the last updated sessions, the latest first, without those that have no Session JSON.
 
-        The index has Tailrace's own sessions. Another program's session is served at once, but listed only after
-        upkeep has found it.
+        Another program's session is served at once, but listed only after upkeep has found it.
         """
         found = await self.nodes.read_key("ZREVRANGE", self.keys.sessions(), 0, most - 1)
         identities = [identity.decode() for identity in found]
@@ -285,8 +284,7 @@ class LiveSessions:
     async def learn(self, catalogue: Catalogue, bindings: Sequence[Binding]) -> None:
         """Read the configurations of a session, unless the catalogue has them."""
         for identifier in catalogue.missing(identifiers(bindings)):
-            text = await self.config(identifier)
-            if text is not None:
+            if (text := await self.config(identifier)) is not None:
                 catalogue.learn({identifier: text})
 
     async def channels(self, bindings: tuple[Binding, ...]) -> Channels:
@@ -322,10 +320,7 @@ class LiveSessions:
     async def scan(
         self, stream: str, after: EntryId, count: int, number: int | None = None, until: EntryId = END
     ) -> tuple[list[StreamEntry], EntryId]:
-        """Do the same up to a position; return also the position up to which the answer is complete.
-
-        That is ``until`` at the end, and the last entry returned if there may be more.
-        """
+        """Do the same up to a position; return also up to where it is complete: ``until``, or its last entry."""
         key, found, size = self.keys.stream(stream), list[StreamEntry](), min(count, PAGE)
         while after < until:
             edges = f"({id_text(after)}", id_text(until)

@@ -11,8 +11,7 @@ same in code. A record belongs to the session named by its field ``session``, or
   configuration (default ``f64``), in a row that of all its channels. A sample of ``3f32`` is three values.
 
 Invariant: everything usable is used. A bad part, a sample that does not fit its channel's type, or an unknown field
-costs that part alone: the rest of the record is taken, and the record goes to the dead letters with the names of the
-bad parts and the fault of each. The reasons of dead letters:
+costs that part alone; the record goes to the dead letters with the faults of its parts. The reasons of dead letters:
 
     bad-record          no object, an unknown type, or a required field is missing or wrong
     bad-part            some of its parts; ``parts`` in the letter names them
