@@ -45,7 +45,6 @@ STEP = 0.2
 
 
 def plans(demo: Demo, random: Random, clock: Clock) -> list[Plan]:
-    """Return what to send when, for each sample."""
     # Each sample has its own random numbers, so that the settings of one change nothing for the others.
     jobs, social, orders, things = (Random(random.getrandbits(64)) for _ in range(4))
     events = job_events(jobs, clock, queues=demo.queues, jobsets=demo.jobsets)
@@ -253,7 +252,6 @@ def posts(random: Random, accounts: int) -> Iterator[Post]:
 
 
 def steps(changes: Iterator[Post]) -> Iterator[tuple[float, list[dict[str, object]]]]:
-    """Yield how long to wait, and the events to send then."""
     before = 0
     for step, together in groupby(changes, key=lambda post: int(post.at / STEP)):
         yield (step - before) * STEP, [post.event for post in together]
@@ -335,7 +333,6 @@ class _Order:
 
 
 def order_story(random: Random, number: int) -> Iterator[Line]:
-    """Yield the events of an order, from when it is placed."""
     it = _Order(random, number)
     web, app, pay, stock = map(random.choice, HOSTS.values())
     things = f"{len(it.items)} item(s)"
@@ -378,7 +375,6 @@ RULES = {
 
 
 def cart_story(random: Random, number: int) -> Iterator[Line]:
-    """Yield the events of a cart, from when it is opened."""
     cart, country, after = f"cart-{number}", random.choice(COUNTRIES), 0.0
 
     def line(type_: str, tags: list[str], **more: Any) -> Line:

@@ -25,6 +25,7 @@ import msgspec
 
 from tailrace.config.settings import Demo, Settings
 from tailrace.demo import Clock, Event, Plan
+from tailrace.log.event import iso_time
 
 MS = 1_000_000
 TICK = 10 * MS
@@ -63,8 +64,6 @@ class Sensor(NamedTuple):
 
 
 class Car:
-    """A car on the track, from tick to tick."""
-
     def __init__(self, random: Random) -> None:
         self.random, self._skill = random, random.uniform(0.96, 1.02)
         self.at, self.speed, self.pull, self.bend = 0.0, 20.0, 0.0, 0.0
@@ -138,7 +137,6 @@ class Car:
         return self.gear | flat << 4 | tyres << 8
 
     def noise(self, width: float) -> float:
-        """Return a random error of a sensor."""
         return self.random.gauss(0, width)
 
 
@@ -191,7 +189,6 @@ def raw(channel: Sensor, car: Car, after: float = 0.0) -> float:
 
 
 def _between(points: tuple[tuple[float, float], ...], at: float) -> float:
-    """Interpolate linearly between points."""
     after = bisect(points, at, key=lambda point: point[0])
     (x, y), (other_x, other_y) = points[after - 1], points[min(after, len(points) - 1)]
     return y if other_x == x else y + (other_y - y) * (at - x) / (other_x - x)
@@ -272,9 +269,7 @@ IDENTIFIER = "demo-car-" + hashlib.sha256(msgspec.json.encode(CONFIGURATION, ord
 TOPIC = "telemetry"
 KEY = ["garage"]
 STEP = 0.1
-"""Seconds of samples in one record."""
 TICKS = 10
-"""Ticks in one record."""
 LATEST = 20 * TICKS
 """Ticks behind the clock at which a car skips the time it missed."""
 DRIVERS = ("Ada", "Grace", "Edsger", "Barbara", "Tony", "Radia")
@@ -285,8 +280,6 @@ _ROW = [(number, channel) for number, channel in enumerate(CHANNELS, 1) if chann
 
 
 class _Garage:
-    """The records of one car, stint by stint."""
-
     def __init__(self, random: Random, number: int) -> None:
         self._random, self._number = random, number
         self._stint, self._last = 0, 0
@@ -313,10 +306,9 @@ class _Garage:
         self._identity = f"car-{self._number}-{self._random.getrandbits(40):010x}"
         self._driver, self._last = self._random.choice(DRIVERS), self._random.randint(4, 7)
         self._car, self._ticks, self._sent_until = Car(self._random), 0, now // MS * MS
-        at = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=now // MS)
         json = {
             "state": "open",
-            "timestamp": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "timestamp": iso_time(now // MS),
             "identifier": f"Car {self._number}, stint {self._stint}",
             "details": self._details(),
             "configBindings": [{"identifier": IDENTIFIER, "channelOffset": 0}],

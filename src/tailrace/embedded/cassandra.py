@@ -22,8 +22,7 @@ from xml.sax.saxutils import escape
 from tailrace.embedded import jars
 from tailrace.embedded import process as ports
 from tailrace.embedded.java import find_java
-from tailrace.embedded.kafka import JavaServer
-from tailrace.embedded.process import HOST, Part, lock_folder
+from tailrace.embedded.process import HOST, EmbeddedServer, Part, lock_folder
 from tailrace.errors import PrerequisiteMissing
 
 if TYPE_CHECKING:
@@ -101,14 +100,15 @@ jdk.management/com.sun.management.internal jdk.compiler/com.sun.tools.javac
 """
 
 
-class EmbeddedCassandra(JavaServer):
+class EmbeddedCassandra(EmbeddedServer):
     """A node on a folder and a port; port 0 is the one it had last if that is free, else any free one."""
 
     name = "cassandra"
 
-    def __init__(self, folder: Path, port: int = 0, memory: str = "512m", **options: Path) -> None:
+    def __init__(self, folder: Path, port: int = 0, memory: str = "512m", *, log: Path | None = None) -> None:
         last = ports.last_ports(folder / "ports.json")
-        super().__init__(folder, port or ports.last_or_free(last.get("client"), ()), memory, **options)
+        super().__init__(folder, port or ports.last_or_free(last.get("client"), ()), log=log)
+        self.memory = memory
         self._storage = ports.last_or_free(last.get("storage"), (self.port,))
         self._lock = contextlib.ExitStack()
 
@@ -191,7 +191,6 @@ class EmbeddedCassandra(JavaServer):
         self._lock.close()
 
     def _identity(self) -> str:
-        """Return the unique name of this folder's cluster."""
         file = self.folder / "name"
         if not file.exists():
             fresh = self.folder / "name.new"

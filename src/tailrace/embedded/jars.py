@@ -36,8 +36,6 @@ logger = logging.getLogger(__name__)
 
 
 class Jar(msgspec.Struct, frozen=True, kw_only=True):
-    """One locked artifact."""
-
     group: str
     artifact: str
     version: str
@@ -46,7 +44,6 @@ class Jar(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def file(self) -> str:
-        """File name in the cache."""
         return f"{self.artifact}-{self.version}.jar"
 
     def __str__(self) -> str:
@@ -93,13 +90,10 @@ def fetch(
     """Return the files of a set, downloading those that the cache (the user's by default) lacks.
 
     The console shows a bar if it is a terminal, else one line. ``remotes`` are repositories by name, by default jgo's.
-
-    Raises:
-        ArtifactError: A jar cannot be fetched, or is not the locked one; the cache does not get it.
+    ArtifactError if a jar cannot be fetched, or is not the locked one; the cache does not get it.
     """
     cache = cache or cache_folder()
-    wanted = missing(name, cache, lock=lock)
-    if wanted:
+    if wanted := missing(name, cache, lock=lock):
         _download(name, wanted, cache, progress, remotes)
     return [cache / jar.file for jar in read_lock(name, lock=lock)]
 

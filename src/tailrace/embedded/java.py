@@ -41,11 +41,7 @@ class Java(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_java() -> Java:
-    """Return the Java runtime to use: that of ``JAVA_HOME``, else the first one on the path.
-
-    Raises:
-        PrerequisiteMissing: There is none, or it is too old.
-    """
+    """Return the Java of ``JAVA_HOME``, else the first one on the path; PrerequisiteMissing if there is none to use."""
     advice = f"install Java {OLDEST_JAVA} or newer (for example OpenJDK {OLDEST_JAVA}), or point JAVA_HOME at one"
     home = os.environ.get("JAVA_HOME")
     path = shutil.which("java", path=str(Path(home, "bin"))) if home else shutil.which("java")

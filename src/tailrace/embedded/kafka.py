@@ -78,19 +78,15 @@ rootLogger.appenderRef.file.ref = file
 """
 
 
-class JavaServer(EmbeddedServer):
-    """A server that runs on Java, with ``memory`` as its heap."""
+class EmbeddedKafka(EmbeddedServer):
+    """A broker on a folder and a port, with ``memory`` as its heap."""
+
+    name = "kafka"
+    _admin: AdminClient | None = None
 
     def __init__(self, folder: Path, port: int = 0, memory: str = "512m", *, log: Path | None = None) -> None:
         super().__init__(folder, port, log=log)
         self.memory = memory
-
-
-class EmbeddedKafka(JavaServer):
-    """A broker on a folder and a port."""
-
-    name = "kafka"
-    _admin: AdminClient | None = None
 
     @property
     def _data(self) -> Path:

@@ -98,7 +98,6 @@ class Process:
         return self._popen.poll()
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process alone."""
         if self.exit_code is None:
             self._popen.send_signal(number)
 
@@ -109,11 +108,7 @@ class Process:
         return self.exit_code is not None
 
     def wait_ready(self, timeout: float | None = None) -> None:
-        """Wait until the part serves.
-
-        Raises:
-            EmbeddedError: It ended or was too slow, and was killed; with the last lines of its log.
-        """
+        """Wait until it serves; EmbeddedError, with the end of its log, if it ended or was too slow, and was killed."""
         while self.part.ready and not self.part.ready():
             if problem := self.problem(timeout):
                 self.kill()
@@ -197,10 +192,8 @@ def last_ports(file: Path) -> dict[str, int]:
 def assign_ports(file: Path, wanted: dict[str, int]) -> dict[str, int]:
     """Choose a port for every part and store the choice, so that addresses survive a restart.
 
-    A wanted port of 0 is the one that the part had last if that is free, else any free one.
-
-    Raises:
-        PrerequisiteMissing: A port that was configured by number is taken.
+    A wanted port of 0 is the one that the part had last if that is free, else any free one. PrerequisiteMissing if a
+    port that was configured by number is taken.
     """
     last = last_ports(file)
     chosen: dict[str, int] = {}
@@ -223,11 +216,7 @@ def last_or_free(last: int | None, taken: Collection[int]) -> int:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Lock a folder: no other supervisor may use it until this process ends, however it ends.
-
-    Raises:
-        DirectoryInUse: Another process has locked it.
-    """
+    """Lock a folder until this process ends, however it ends; DirectoryInUse if another process has locked it."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK_FILE).open("a+", encoding="utf-8") as lock:
         try:
@@ -276,7 +265,6 @@ class EmbeddedServer(ABC):
 
     @property
     def pid(self) -> int | None:
-        """Process id while the server runs."""
         return self._process.pid if self._process and self._process.exit_code is None else None
 
     @abstractmethod
@@ -288,11 +276,7 @@ class EmbeddedServer(ABC):
         """Return whether the server answers, and is the one of this folder."""
 
     def start(self, timeout: float | None = None) -> None:
-        """Start the server and wait until it answers; it ends with the calling thread.
-
-        Raises:
-            EmbeddedError: It did not come up; with the end of its log.
-        """
+        """Start the server, which ends with the calling thread, and wait until it answers; else EmbeddedError."""
         if self.pid is not None:
             return
         self._process = Process(self.part())
@@ -303,6 +287,5 @@ class EmbeddedServer(ABC):
             self._process.stop()
 
     def kill(self) -> None:
-        """Kill the server, as ``kill -9`` does."""
         if self._process:
             self._process.kill()

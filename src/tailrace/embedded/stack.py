@@ -67,17 +67,11 @@ def run_stack(
 ) -> int:
     """Run everything until a signal, and return the exit code.
 
-    Args:
-        settings: The configuration; the addresses of the embedded parts replace those of Kafka and of the stores.
-            Cassandra runs only if tags are stored there.
-        demo: Send sample events too, and print hints: with the stream ``example``, with ``searches`` as arguments of
-            ``tailrace``, and with ``pages`` as paths of the service.
-        console: The console for addresses; the states of the parts go to standard error.
-
-    Raises:
-        DirectoryInUse: Another process runs the stack in this folder.
-        PrerequisiteMissing: Java or a port is missing; nothing was started.
-        EmbeddedError: A part did not come up; nothing is left running.
+    The addresses of the embedded parts replace those in the settings. Cassandra runs only if tags are stored there. The
+    console gets the addresses; the states of the parts go to standard error. The ``demo`` sends sample events too, and
+    prints hints: with the stream ``example``, ``searches`` as arguments of ``tailrace``, and ``pages`` as paths of the
+    service. DirectoryInUse if another process runs the stack in this folder, PrerequisiteMissing if Java or a port is
+    missing, EmbeddedError if a part did not come up; nothing is left running.
     """
     folder = Path(settings.embedded.dir).absolute()
     events = Console(stderr=True)
@@ -256,11 +250,8 @@ class Supervisor:
     async def run(self, ready: Callable[[], None] = lambda: None) -> int:
         """Start the parts, call ``ready`` when all of them serve, keep them running, and drain them at the end.
 
-        Returns:
-            0 after a drain, 130 if a second signal cut it short.
-
-        Raises:
-            EmbeddedError: A part did not come up the first time; the others are drained before.
+        Return 0 after a drain, 130 if a second signal cut it short. EmbeddedError, after a drain, if a part did not
+        come up the first time.
         """
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, self.stop)  # until the loop is closed
@@ -374,7 +365,6 @@ class _Child:
         return self.process is not None and self.process.exit_code is None
 
     def kill(self) -> int | None:
-        """End the process and all that it started; return its exit code."""
         assert self.process is not None
         self.process.kill()
         return self.process.exit_code

@@ -114,13 +114,18 @@ def _likelihood(data: bytes) -> int:
     return _CERTAIN if burst.ByteSize() == len(data) else int(known)
 
 
-def _plain(block: bytes) -> bytes:
-    _check_size("plain", len(block))
+def _plain(block: bytes | memoryview, name: str = "plain") -> bytes:
+    _check_size(name, len(block))
     return bytes(block)
 
 
-def _block(block: bytes) -> bytes:
-    return _decoded("block", block, MAX_BURST)
+def _block(block: bytes | memoryview, name: str = "block", most: int = MAX_BURST) -> bytes:
+    room = min(most, len(block) * _MOST_RATIO)
+    try:
+        data: bytes = lz4.block.decompress(block, uncompressed_size=room)
+    except lz4.block.LZ4BlockError:
+        raise BadBurst(f"{name}: no LZ4 block, or one that becomes more than {room} bytes") from None
+    return data
 
 
 def _sized(block: bytes) -> bytes:
@@ -136,10 +141,7 @@ def _pickle(block: bytes) -> bytes:
     if len(block) < begin:
         raise BadBurst("pickle: it ends within its head")
     payload, more = memoryview(block)[begin:], int.from_bytes(block[1:begin], "little")
-    if more:
-        return _exact("pickle", payload, len(payload) + more)
-    _check_size("pickle", len(payload))
-    return bytes(payload)
+    return _exact("pickle", payload, len(payload) + more) if more else _plain(payload, "pickle")
 
 
 def _frame(block: bytes) -> bytes:
@@ -164,18 +166,9 @@ _OPENERS = {"block": _block, "frame": _frame, "sized": _sized, "pickle": _pickle
 
 def _exact(name: str, payload: memoryview, size: int) -> bytes:
     _check_size(name, size)
-    data = _decoded(name, payload, size)
+    data = _block(payload, name, size)
     if len(data) != size:
         raise BadBurst(f"{name}: {len(data)} bytes came out of it, and it says {size}")
-    return data
-
-
-def _decoded(name: str, block: bytes | memoryview, most: int) -> bytes:
-    room = min(most, len(block) * _MOST_RATIO)
-    try:
-        data: bytes = lz4.block.decompress(block, uncompressed_size=room)
-    except lz4.block.LZ4BlockError:
-        raise BadBurst(f"{name}: no LZ4 block, or one that becomes more than {room} bytes") from None
     return data
 
 
@@ -226,10 +219,7 @@ def periodic(channel: int, start: int, interval: int, width: int, buffer: bytes,
 def timestamped(
     channel: int, times: Sequence[int] | Longs, width: int, buffer: bytes, target: int = TARGET
 ) -> list[bytes]:
-    """Return messages of samples with times of their own, each of at most about ``target`` bytes.
-
-    A new message begins wherever time goes back. The scale of each is the greatest common divisor of its steps.
-    """
+    """Return messages of samples with times of their own, as large; a new one begins wherever time goes back."""
     at = np.asarray(times, np.int64)
     if not len(at):
         return []
@@ -447,14 +437,11 @@ Piece: TypeAlias = SampleRun | Points
 
 
 class MessageQueue:
-    """The pending messages of a session, in order."""
-
     def __init__(self) -> None:
         self._pending: list[Piece | bytes] = []
         self._last: dict[int, Piece] = {}
         """The piece of each channel that further samples may continue."""
         self.size = 0
-        """Estimate of the bytes."""
 
     def add(self, piece: Piece | WholeMessage) -> None:
         if isinstance(piece, WholeMessage):
@@ -544,7 +531,6 @@ def _whole(message: bytes, time: int, channels: Sequence[int] = ()) -> WholeMess
 
 
 def _samples(part: Periodic | Timestamped, channel: Channel | None) -> tuple[bytes, int]:
-    """Return the buffer of a part, and the width of a sample."""
     type_ = part.as_ if channel is None else channel.type
     width = WIDTHS[type_]
     if part.data is None:

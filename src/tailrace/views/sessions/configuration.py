@@ -344,11 +344,7 @@ class Configuration(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, data: bytes, unit_rational: bool = False) -> Configuration:
-        """Parse a configuration's JSON; BadConfiguration if it is none.
-
-        With ``unit_rational``, the misprinted coefficients of the rational that changes nothing are taken for that
-        one. Otherwise they are computed as written.
-        """
+        """Parse a configuration's JSON; with ``unit_rational``, MISPRINTED_UNIT is taken for UNIT."""
         try:
             apps = _decode(data)
         except (ValueError, RecursionError) as error:
@@ -452,8 +448,6 @@ KNOWN = 1_000
 
 
 class Catalogue:
-    """Configurations by identifier, and the channels that they define."""
-
     def __init__(self, unit_rational: bool = False) -> None:
         self._unit_rational = unit_rational
         self._known: dict[str, tuple[bytes, Configuration]] = {}
@@ -474,10 +468,7 @@ class Catalogue:
                 self._add(identifier, text)
 
     def publish(self, identifier: str, config: msgspec.Raw) -> bytes:
-        """Remember a configuration that is about to be published; return its text.
-
-        BadConfiguration if it is invalid, ValueError if it has no identifier, or that of another one.
-        """
+        """Remember a configuration to be published; return its text. ValueError if its identifier is not its own."""
         if not identifier:
             raise ValueError("a configuration without an identifier")
         text = msgspec.json.format(bytes(config), indent=-1)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import struct
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -160,7 +160,6 @@ class SessionFeed(OpenFeed):
         """A later life, and the entry up to which this one has to be read first."""
         self._pending: list[AnyFrame] = []
         self._end_reason = ""
-        """Reason why the session has nothing more."""
         self._moved = self._dropping = False
         self._now = asyncio.get_running_loop().time
         self._checked_at = self._now()
@@ -347,10 +346,12 @@ class SessionFeed(OpenFeed):
             if content.range is not None:
                 grown = _union(content.range, joined.range or self._range or self._resumed_range)
                 joined.range = None if grown == self._range else grown
-            joined.add_events(content.events, request.since, until)
+            for event in content.events:
+                at = int(event["time"])
+                if (request.since is None or at >= request.since) and (until is None or at <= until):
+                    joined.events.append(event)
 
     def _frames(self) -> list[AnyFrame]:
-        """Return the frame of the joined entries, if it shows anything."""
         joined = self._joined
         if not self._is_rebuilt or not (joined.entries or joined.series):
             return []
@@ -430,7 +431,6 @@ class SessionFeed(OpenFeed):
         return [*self._flush(), *self._end(life.state)]
 
     async def _check_session(self) -> None:
-        """Check that the session is still the one that is followed."""
         life = self._life
         if life is None or self._next_life is not None:
             return
@@ -450,7 +450,6 @@ class SessionFeed(OpenFeed):
         return end
 
     async def _turn(self, life: SessionLife, later: Located) -> list[AnyFrame]:
-        """Continue with another life of the session."""
         frames, former = self._flush(), life.number
         between = await life.life_between(self._position.entry, later)
         number, position = (later.number, later.position) if between is None else between
@@ -501,12 +500,6 @@ class _Joined(msgspec.Struct):
     def add(self, series: Sequence[LineSeries]) -> None:
         self.series += series
         self.samples += sum(len(each.times) for each in series)
-
-    def add_events(self, events: Iterable[dict[str, Any]], since: int | None, until: int | None) -> None:
-        for event in events:
-            at = int(event["time"])
-            if (since is None or at >= since) and (until is None or at <= until):
-                self.events.append(event)
 
 
 def _union(one: Span | None, other: Span | None) -> Span | None:

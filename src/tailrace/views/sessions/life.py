@@ -75,8 +75,6 @@ _fields = msgspec.json.Decoder(dict[str, object]).decode
 
 
 class SessionParts(msgspec.Struct, frozen=True):
-    """The parts that all session feeds of a process share."""
-
     hub: StreamHub
     archive: Archive | None = None
     container: str = "auto"
@@ -89,8 +87,6 @@ class SessionParts(msgspec.Struct, frozen=True):
 
 
 class LifeItem(msgspec.Struct, frozen=True):
-    """The content of the next piece of a life."""
-
     before: StreamPosition
     position: StreamPosition
     content: Content
@@ -157,7 +153,6 @@ class SessionLife:
 
     @property
     def behind(self) -> int:
-        """Buffered bytes that were not read yet."""
         return self._stream.behind
 
     @property
@@ -228,7 +223,6 @@ class SessionLife:
         return head if isinstance(head, LostStretch) else None
 
     async def next(self) -> LifeItem | LostStretch | None:
-        """Return the next item; None at the end."""
         await self.fill()
         if not self._ahead:
             return None
@@ -421,13 +415,11 @@ class Beginning(msgspec.Struct, frozen=True):
     kafka: KafkaReader | None = None
     """Reader of the trimmed part that comes before the stream."""
     lost: LostStretch | None = None
-    """A stretch that is known to be gone."""
     is_over: bool = False
     """True if this is an earlier life than the session's present one."""
 
     @property
     def origin(self) -> StreamPosition:
-        """The position after which reading begins."""
         return self.position if self.unsent is None else self.unsent.after
 
 

@@ -8,11 +8,10 @@ stay apart.
 Invariant: a session is a function of its records, in order. ``order`` grows with each record and each change by the
 watchdog, so of two states of a session the later one is known, whoever wrote them and however often.
 
-A ``Recorder`` begins with the stored sessions, takes records one by one, and returns on demand the writes that the
-records since the last call need. Invariant: the writes are a function of the sessions and the records, so records may
-come in any batches, and again after a failure, as long as each recorder begins at the stream's mark. The first message
-of a session is its Session JSON alone, and so is the last one. Where its time range grew, the new range precedes the
-samples that made it grow.
+A ``Recorder`` begins with the stored sessions, takes records one by one, and returns the writes that they need.
+Invariant: the writes are a function of the sessions and the records, so records may come in any batches, and again
+after a failure, as long as each recorder begins at the stream's mark. The first message of a session is its Session
+JSON alone, and so is the last one. A grown time range precedes the samples that made it grow.
 """
 
 from __future__ import annotations
@@ -58,9 +57,7 @@ ABANDONED: Final = "abandoned"
 PROGRAM: Final = "~"
 """Prefix of the names of writers that are programs, not partitions: no topic can have such a name."""
 MAX_JSON = MAX_BURST - 64
-"""Limit of the bytes of Session JSON without the word for its state: with it, and a message around it, it fits a
-burst.
-"""
+"""Limit of the bytes of Session JSON without the word for its state: both fit into a message of one burst."""
 
 _Scalar: TypeAlias = str | int | float | bool
 _Instant: TypeAlias = Annotated[datetime, msgspec.Meta(tz=True)]
@@ -121,8 +118,6 @@ def checked(identity: str, update: Mapping[str, Any]) -> tuple[dict[str, Any], l
 
 
 class Session(msgspec.Struct, frozen=True, array_like=True):
-    """The stored state of a session."""
-
     identity: str
     stream: str
     number: int
@@ -131,16 +126,13 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     """Last entry of the stream before the session's first one."""
     state: str
     json: str
-    """Last Session JSON in the stream."""
     merged: str
-    """Union of all Session JSONs."""
     writer: str
     opened: int
     """Offset of the record that opened the session."""
     heard: int
     """Latest time of its records, in milliseconds."""
     records: int = 0
-    """Number of records so far."""
     amendment: int = 0
     """Number of changes by the watchdog since the last record."""
     start: int | None = None
@@ -317,8 +309,6 @@ _Begin: TypeAlias = Callable[[Mapping[str, Any]], Session]
 
 
 class _Sheet:
-    """Pending changes of one session."""
-
     __slots__ = ("closing", "known", "opening", "pieces", "session")
 
     def __init__(self, known: Session | None, session: Session) -> None:
@@ -328,16 +318,13 @@ class _Sheet:
 
     def bursts(self, target: int) -> Iterator[bytes]:
         now, before = self.session, self.known
-        if self.opening:
-            yield from burst.bursts([self.opening], target)
         messages: list[bytes] = []
         grew = before is None or (now.start, now.end) != (before.start, before.end)
         if grew and now.start is not None and now.end is not None:
             messages.append(burst.time_range(now.start, now.end))
         messages += self.pieces.messages(target)
-        yield from burst.bursts(messages, target)
-        if self.closing:
-            yield from burst.bursts([self.closing], target)
+        for together in ([self.opening], messages, [self.closing]):
+            yield from burst.bursts(filter(None, together), target)
 
 
 class Recorder:
@@ -362,7 +349,6 @@ class Recorder:
         self._sheets: dict[str, _Sheet] = {}
         self._configs: dict[str, bytes] = {}
         self.size = 0
-        """Estimate of the bytes to write."""
 
     def session(self, identity: str) -> Session | None:
         """Return a session as the records so far have left it."""
@@ -374,7 +360,6 @@ class Recorder:
         return sheet is not None and sheet.session.is_closed and isinstance(record, OpenSession)
 
     def write(self) -> PendingWrites:
-        """Return the writes for the records since the last call."""
         entries = tuple(
             (identity, pack(data)) for identity, sheet in self._sheets.items() for data in sheet.bursts(self._target)
         )

@@ -97,48 +97,40 @@ class _Line:
         return bisect_right(self._entries, position, self._first, key=attrgetter("id"))
 
 
+_NO_ENTRIES = _Line()
+
+
 class Tap:
     """The live end of one stream, shared by its followers."""
 
     def __init__(self, stream: str) -> None:
         self.stream = stream
-        self.base: EntryId = BEGINNING
-        """Entries after this one are buffered, up to ``head``."""
-        self.head: EntryId = BEGINNING
         self.era = 0
         """Number of times that the stream began anew."""
         self.waiters: set[asyncio.Event] = set()
         self.opened = asyncio.Event()
         """Set when the end of the stream is known: from then on ``head`` is a position in it."""
-        self._all = _Line()
         self._lines: dict[int, _Line] = {}
-        """The same entries by session."""
-        self._size = 0
+        """The entries of ``_all`` by session."""
+        self.restart(BEGINNING)
 
     def after(self, position: EntryId, number: int | None = None, most: int | None = None) -> list[StreamEntry] | None:
         """Return the buffered entries after a position, of one session or of all; None if the store must be read.
 
-        The answer is complete up to ``head``, even if the last entries are of other sessions, unless it has ``most``
-        entries.
+        The answer is complete up to ``head``, even if others have the last entries, unless it has ``most`` entries.
         """
-        if position < self.base:
-            return None
-        line = self._line(number)
-        return [] if line is None else line.after(position, most)
+        return None if position < self.base else self._line(number).after(position, most)
 
     def behind(self, position: EntryId, number: int | None = None) -> int:
-        """Return the buffered bytes after a position."""
-        line = self._line(number)
-        return 0 if line is None else line.size_after(position)
+        return self._line(number).size_after(position)
 
-    def _line(self, number: int | None) -> _Line | None:
-        return self._all if number is None else self._lines.get(number)
+    def _line(self, number: int | None) -> _Line:
+        return self._all if number is None else self._lines.get(number, _NO_ENTRIES)
 
     def restart(self, position: EntryId) -> None:
         """Empty the buffer; begin after a position."""
-        self._all = _Line()
-        self._lines = {}
-        self._size = 0
+        self._all, self._size = _Line(), 0
+        self._lines.clear()
         self.base = self.head = position
 
     def add(self, entries: Iterable[StreamEntry], limit: int) -> None:
@@ -165,10 +157,7 @@ class Tap:
 
 
 class StreamHub:
-    """The shared readers of a process; ``aclose`` ends their tasks.
-
-    ``ring_bytes`` limits the buffered entries of all streams together, and the forms derived from them.
-    """
+    """The shared readers of a process; ``ring_bytes`` limits the buffered entries, and the forms made of them."""
 
     def __init__(self, live: LiveSessions, ring_bytes: int = 64 << 20) -> None:
         self.live = live
@@ -177,7 +166,6 @@ class StreamHub:
         self._forms_size = 0
         self._interned: WeakValueDictionary[Hashable, Hashable] = WeakValueDictionary()
         self.taps: dict[str, Tap] = {}
-        """The followed streams, by name."""
         self._readers: dict[str, asyncio.Task[None]] = {}
 
     async def aclose(self) -> None:
@@ -286,7 +274,6 @@ class StreamPiece(msgspec.Struct, frozen=True):
     """The next part of a life: an entry of the stream, or the blocks of a record in Kafka, none if it has no part."""
 
     position: StreamPosition
-    """Position after it."""
     entry: StreamEntry | None = None
     blocks: tuple[bytes, ...] = ()
 
@@ -307,8 +294,8 @@ class LostStretch(msgspec.Struct, frozen=True):
         return self.to if self.back or self.reason == "store-rolled-back" else max(position, self.to)
 
     def facts(self, identity: str) -> dict[str, object]:
-        facts = {"session": identity, "from": str(self.after), "to": str(self.to), "reason": self.reason}
-        return facts | ({"possible": True} if self.possible else {})
+        more = {"possible": True} if self.possible else {}
+        return {"session": identity, "from": str(self.after), "to": str(self.to), "reason": self.reason, **more}
 
     def error(self, identity: str) -> CursorGone:
         """Return the error for a reader that wants no gaps."""
@@ -317,8 +304,6 @@ class LostStretch(msgspec.Struct, frozen=True):
 
 
 class StreamReader:
-    """Reads one life of a session from its stream."""
-
     def __init__(self, live: LiveSessions, tap: Tap, number: int, position: EntryId) -> None:
         self.number = number
         self.reached = position
@@ -424,10 +409,7 @@ class Archive(msgspec.Struct, frozen=True):
 
 
 class Hole(msgspec.Struct, frozen=True):
-    """Records that are skipped after an offset, since it is unknown which of them were read before.
-
-    If the lost stretch ends in the stream, nothing more is read from Kafka.
-    """
+    """Records to skip after an offset, as some were read before; all the rest if the stretch ends in the stream."""
 
     low: int
     lost: LostStretch
@@ -445,8 +427,6 @@ def partition_of(located: Located) -> Partition | None:
 
 @dataclass(slots=True)
 class KafkaReader:
-    """Reads the trimmed part of one life of a session."""
-
     _archive: Archive
     _live: LiveSessions
     _located: Located
@@ -468,7 +448,6 @@ class KafkaReader:
         return BEGINNING if self._seam is None else self._seam.entry
 
     async def next(self) -> list[StreamPiece | LostStretch]:
-        """Return the next pieces; none at the seam."""
         if self._ended:
             return []
         while self._seam is None or self._after >= self._seam.offset:

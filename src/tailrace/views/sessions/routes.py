@@ -5,13 +5,11 @@ feed needs no configuration; it is served for labels, units and limits.
 
 Our own WebSocket sends what the feed yields, in messages that a browser uses without copying; a control frame is a
 message without samples, with ``event`` in its header. A viewer that has caught up once and then falls too far behind
-goes on at the live end and gets a gap, or is closed; a viewer that reads the past may take its time. The pages are
-files in ``pages/``; their scripts ask the API as any client does.
+goes on at the live end and gets a gap, or is closed; a viewer that reads the past may take its time.
 
 Below ``/rta`` are the stream of a session in the RTA telemetry protocol, and its lists of sessions and configurations.
-Stream and lists read the same hash of a session, so the time range in a list is as new as the last message. Times in
-nanoseconds are integers all the way. Unknown (null or missing) and empty properties of a session's JSON are passed on
-unchanged: they mean different things. Unknown query parameters are ignored, since the clients are not ours.
+Both read the same hash, so the time range in a list is as new as the last message. Unknown (null or missing) and empty
+properties of a session's JSON mean different things and stay. Unknown query parameters are ignored.
 """
 
 from __future__ import annotations
@@ -207,16 +205,15 @@ def make_session_request(
         )
     if (patterns := sum(map(is_pattern, names))) > MOST_PATTERNS:
         raise BadRequest(f"{patterns} patterns of channels, at most {MOST_PATTERNS}: take fewer, or names")
-    sent, since, resumed = 0, None, False
+    sent, since = 0, None
     begin: SessionStart
-    if last_event_id:
-        cursor = SessionCursor.parse(last_event_id)
-        if cursor.ended:
-            return None
-        begin, sent, since, resumed = FromSessionCursor(cursor), cursor.sent or 0, cursor.since, True
-    elif parameters.after:
-        cursor = SessionCursor.parse(parameters.after)
+    if given := last_event_id or parameters.after:
+        cursor = SessionCursor.parse(given)
         begin, since = FromSessionCursor(cursor), cursor.since
+        if last_event_id:
+            if cursor.ended:
+                return None
+            sent = cursor.sent or 0
     elif start := parameters.beginning:
         begin = parse_session_start(start, now_ms)
         since = begin.time if isinstance(begin, FromMoment) else None
@@ -231,7 +228,7 @@ def make_session_request(
         until=parse_session_until(parameters.until, now_ms) if parameters.until else None,
         sent=sent,
         since=since,
-        resumed=resumed,
+        resumed=bool(last_event_id),
     )
 
 
@@ -263,7 +260,6 @@ async def _located(sessions: SessionsService, identity: str) -> tuple[Located, C
 
 
 def _steps(conversion: Conversion) -> dict[str, Any]:
-    """Describe a conversion of a raw number, step by step."""
     how = conversion.how
     if isinstance(how, TextTable):
         table: dict[str, Any] = {"keys": list(how.names), "values": list(how.names.values()), "default": how.default}
@@ -274,8 +270,6 @@ def _steps(conversion: Conversion) -> dict[str, Any]:
 
 
 class LiveFeed:
-    """A feed on its way to one viewer."""
-
     def __init__(self, feed: SessionFeed, settings: SessionsSettings) -> None:
         self._feed, self._settings = feed, settings
         self.closing = Closing(1000, "")
@@ -321,13 +315,17 @@ def encode_frame(frame: AnyFrame) -> bytes:
     return message(_encode({"event": "moved", **position}))
 
 
-@routes.websocket("/v1/sessions/{identity}/live")
-async def session_live(websocket: WebSocket) -> None:
-    """Follow a session over a WebSocket, in binary messages."""
+async def _admitted(websocket: WebSocket) -> tuple[Service, SessionsService, str]:
     service: Service = websocket.app.state.service
     sessions = service.part_of("sessions", SessionsService)
     await admit(websocket, sessions.settings.sessions.origins)
-    identity = decoded(websocket.path_params["identity"])
+    return service, sessions, decoded(websocket.path_params["identity"])
+
+
+@routes.websocket("/v1/sessions/{identity}/live")
+async def session_live(websocket: WebSocket) -> None:
+    """Follow a session over a WebSocket, in binary messages."""
+    service, sessions, identity = await _admitted(websocket)
     if "format" in websocket.query_params:
         raise BadRequest("unknown parameter 'format': messages have one form")
     parameters = read_parameters(SessionFeedParameters, websocket.query_params)
@@ -411,10 +409,7 @@ RTA_STREAM: Responses = {
 @rta.websocket("/rta/v2/sessions/{identity}/stream")
 async def rta_stream(websocket: WebSocket) -> None:
     """Follow a session over a WebSocket, in the telemetry protocol."""
-    service: Service = websocket.app.state.service
-    sessions = service.part_of("sessions", SessionsService)
-    identity = decoded(websocket.path_params["identity"])
-    await admit(websocket, sessions.settings.sessions.origins)
+    service, sessions, identity = await _admitted(websocket)
     if SUBPROTOCOL not in websocket.scope["subprotocols"]:
         raise HTTPException(406, f"this WebSocket speaks {SUBPROTOCOL}: offer it as a sub-protocol")
     viewer = Viewer(sessions.streams, identity, sessions.settings.sessions)
@@ -478,13 +473,9 @@ def session_fields(located: Located) -> dict[str, msgspec.Raw] | None:
 
 
 def iso(ns: int) -> str:
-    """Format a time in UTC with microseconds, the precision that clients can read."""
-    seconds, rest = divmod(ns, 1_000_000_000)
-    try:
-        text = datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S")
-    except (ValueError, OverflowError, OSError):  # a year beyond the calendar
-        return "1970-01-01T00:00:00.000000Z"
-    return f"{text}.{rest // 1000:06d}Z"
+    """Format a time in UTC with microseconds, the precision that clients can read; 1970 for other years."""
+    text = iso_time(ns // 1_000_000)
+    return f"{text[:-1]}{ns // 1_000 % 1_000:03d}Z" if text.endswith("Z") else "1970-01-01T00:00:00.000000Z"
 
 
 def sort_key(fields: dict[str, msgspec.Raw], path: str) -> tuple[int, Any]:

@@ -76,9 +76,7 @@ class Form(msgspec.Struct, frozen=True, gc=False):
     block: bytes | None = None
     """Block to send; None if there is nothing but time ranges."""
     span: tuple[int, int] | None = None
-    """Span of the time ranges in it."""
     state: str = ""
-    """The session's state, if the entry has it."""
     unread: str = ""
     """Error, if the entry could not be read."""
 
@@ -175,7 +173,6 @@ class Viewer:
         self.dropped_bursts = 0
         self.dropped_bytes = 0
         self.unread = 0
-        """Number of unreadable entries."""
         self._wanted = self._active = NOTHING
         """Subscription of the live end; it becomes ``_wanted`` in the next round."""
         self._edge: EntryId = (0, 0)
@@ -348,7 +345,6 @@ class Viewer:
         return form
 
     async def _next_past(self, tap: Tap, number: int) -> bytes | None:
-        """Return the block of the next entry from before the subscription, if there is one."""
         job = self._backfills[0]
         if not job.page:
             await asyncio.sleep(0)  # let others run, however fast this client reads

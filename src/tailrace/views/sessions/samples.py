@@ -1,13 +1,10 @@
 """Decodes bursts into samples of a viewer's lines, and thins them.
 
-A line is a channel converted by one parameter: a channel with several parameters has several lines, one without
-parameters has one, and raw samples have one for each channel. A viewer selects lines by channel id, name, parameter or
-pattern. Invariant: a value is converted exactly once, by the conversion of its line's parameter, or not at all.
-
-Invariant: times are integers of nanoseconds from end to end, never floats. Decoding is lenient with known mistakes of
-writers: of unequal numbers of times and samples the common prefix is taken. A channel without configuration is read as
-``f64`` if its samples are 8 bytes wide; otherwise it is left out. Where a configured channel is narrower, samples of 8
-bytes are ``f64``, too: they were written before it was published.
+A channel with several parameters has a line for each; one without parameters, or read raw, has one. Invariants: a value
+is converted once, by the conversion of its line's parameter, or not at all; times are integers of nanoseconds, never
+floats. Decoding is lenient with known mistakes of writers: of unequal numbers of times and samples the common prefix is
+taken. A channel without configuration is read as ``f64`` if its samples are 8 bytes wide, and left out otherwise. Where
+a configured channel is narrower, samples of 8 bytes are ``f64``, too: they were written before it was published.
 
 Thinning keeps of each cell of time the least and the greatest sample of a line, or the first. Cells have one length and
 are aligned to the epoch. All cells before that of the session's newest sample are closed, for all channels alike; so at
@@ -16,9 +13,8 @@ cells go out, the open one is held. A sample that is too late for its cell forms
 once. Invariant: the output and the held samples depend on the entries in their order alone, not on how often, or where,
 the feed was stopped and resumed: ``UnsentSamples`` tells a successor which samples to read again.
 
-The functions on numpy arrays work on a lot: samples of many lines, line after line in ascending order of their numbers,
-those of a line in the order of time; a cell is a slice of them. A lot costs a few numpy calls, however many lines and
-cells it has: feeds have hundreds of lines with a few samples each. Invariant: each line is thinned as if it were alone.
+The functions on numpy arrays work on a lot, samples of many lines, line after line: so hundreds of lines with a few
+samples each cost a few numpy calls. Invariant: each line is thinned as if it were alone.
 """
 
 from __future__ import annotations
@@ -284,8 +280,6 @@ def step(
 
 
 class Thinner(Generic[K]):
-    """Thins the samples of one feed, entry by entry."""
-
     def __init__(self, thinning: Thinning | None, unsent: UnsentSamples | None = None) -> None:
         """Begin, or resume: then the entries after ``unsent.after`` must come first."""
         self._thinning = thinning
@@ -408,7 +402,6 @@ def _thin(lot: _Lot, thinning: Thinning) -> _Lot:
 SHORT = 4096
 """Largest message whose time offsets are cached."""
 _PLAIN = Channel(0)
-"""A channel without configuration."""
 _PLAIN_WIDTH = _PLAIN.width
 
 
@@ -510,8 +503,6 @@ LineSeries: TypeAlias = Series[Line]
 
 
 class Content(msgspec.Struct, frozen=True):
-    """The content of an entry for a viewer."""
-
     json: str | None = None
     """Session JSONs in it, merged."""
     range: tuple[int, int] | None = None
@@ -524,7 +515,6 @@ class Content(msgspec.Struct, frozen=True):
 
     @property
     def size(self) -> int:
-        """Estimate of the bytes in memory."""
         samples = sum(len(each.times) for each in self.series)
         return len(self.json or "") + 500 * (len(self.series) + len(self.events)) + 40 * samples
 

@@ -26,8 +26,6 @@ def _template(needed: str, *others: str) -> AfterValidator:
 
 
 class SessionsSettings(Section):
-    """The table ``[sessions]``."""
-
     topics: Pattern | tuple[Topic, ...] = ()
     begin: Literal["end", "start"] = "end"
     stream: Annotated[str, _template("topic", "partition")] = "{topic}-{partition}"
@@ -58,5 +56,4 @@ class SessionsSettings(Section):
 
     @property
     def is_used(self) -> bool:
-        """True if any topic has sessions."""
         return bool(self.topics)

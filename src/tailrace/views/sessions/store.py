@@ -120,8 +120,6 @@ class Verdict(StrEnum):
 
 
 class Owner(NamedTuple):
-    """Stream, state and number in a session's hash."""
-
     stream: str
     state: str
     number: int
@@ -135,7 +133,6 @@ def new_version() -> bytes:
 
 
 def state_of(value: bytes) -> bytes:
-    """Return the state in the stored value of a session."""
     return value[VERSION_BYTES:]
 
 
@@ -353,7 +350,6 @@ class SessionStore:
         return stored == data if stored is not None else self.put_config(identifier, data)
 
     def configs(self, identifiers: Iterable[str]) -> dict[str, bytes]:
-        """Return the published ones of these configurations."""
         names = list(identifiers)
         keys = [self._keys.config(name) for name in names]
         answers = self.shards.run_keyed([(key, ("GET", key)) for key in keys])
@@ -378,7 +374,6 @@ class StreamDraft(NamedTuple):
     versions: Mapping[str, tuple[bytes, bytes]]
     """By session: the version that was read, and the new one."""
     notes: SessionChange | None = None
-    """The writer's notes for itself."""
 
 
 class Known:
@@ -483,7 +478,6 @@ def _write(store: SessionStore, catalogue: Catalogue, drafts: Sequence[StreamDra
 
 
 def _claim(store: SessionStore, drafts: Sequence[StreamDraft], numbers: Numbers) -> None:
-    """Claim number and position of each session that begins in these drafts."""
     wanted: dict[tuple[str, str, int], Opening] = {}
     for draft in drafts:
         for session in draft.written.sessions:

@@ -61,9 +61,7 @@ PAGE = 32
 PAGES = 16
 """Reads of a backward search for entries of one session, before only ids are read."""
 AT_ONCE = 500
-"""Sessions in one round trip."""
 LEDGER_PAGE = 100
-"""Writes in one read of a ledger."""
 HEADS = 1_000, 4 << 20
 """Limits of entries, and of their bytes, whose sessions the store is asked for in one call."""
 NUMBER_DIGITS = 19
@@ -80,7 +78,6 @@ class SessionCursor(msgspec.Struct, frozen=True):
     """A position in the feed of a session, and the state of its request."""
 
     number: int
-    """Life of the session."""
     position: StreamPosition
     unsent: UnsentSamples | None = None
     sent: int | None = None
@@ -99,7 +96,6 @@ class SessionCursor(msgspec.Struct, frozen=True):
 
     @property
     def origin(self) -> StreamPosition:
-        """The position after which reading resumes."""
         return self.position if self.unsent is None else self.unsent.after
 
     def renewed(self) -> SessionCursor:
@@ -134,8 +130,6 @@ class FromMoment(msgspec.Struct, frozen=True):
 
 
 class FromSessionCursor(msgspec.Struct, frozen=True):
-    """Everything after a cursor."""
-
     cursor: SessionCursor
 
 
@@ -272,8 +266,7 @@ class LiveSessions:
     async def listing(self, most: int = 10_000) -> list[Located]:
         """Return the last updated sessions, the latest first, without those that have no Session JSON.
 
-        The index has Tailrace's own sessions. Another program's session is served at once, but listed only after
-        upkeep has found it.
+        Another program's session is served at once, but listed only after upkeep has found it.
         """
         found = await self.nodes.read_key("ZREVRANGE", self.keys.sessions(), 0, most - 1)
         identities = [identity.decode() for identity in found]
@@ -291,8 +284,7 @@ class LiveSessions:
     async def learn(self, catalogue: Catalogue, bindings: Sequence[Binding]) -> None:
         """Read the configurations of a session, unless the catalogue has them."""
         for identifier in catalogue.missing(identifiers(bindings)):
-            text = await self.config(identifier)
-            if text is not None:
+            if (text := await self.config(identifier)) is not None:
                 catalogue.learn({identifier: text})
 
     async def channels(self, bindings: tuple[Binding, ...]) -> Channels:
@@ -328,10 +320,7 @@ class LiveSessions:
     async def scan(
         self, stream: str, after: EntryId, count: int, number: int | None = None, until: EntryId = END
     ) -> tuple[list[StreamEntry], EntryId]:
-        """Do the same up to a position; return also the position up to which the answer is complete.
-
-        That is ``until`` at the end, and the last entry returned if there may be more.
-        """
+        """Do the same up to a position; return also up to where it is complete: ``until``, or its last entry."""
         key, found, size = self.keys.stream(stream), list[StreamEntry](), min(count, PAGE)
         while after < until:
             edges = f"({id_text(after)}", id_text(until)

@@ -11,8 +11,7 @@ same in code. A record belongs to the session named by its field ``session``, or
   configuration (default ``f64``), in a row that of all its channels. A sample of ``3f32`` is three values.
 
 Invariant: everything usable is used. A bad part, a sample that does not fit its channel's type, or an unknown field
-costs that part alone: the rest of the record is taken, and the record goes to the dead letters with the names of the
-bad parts and the fault of each. The reasons of dead letters:
+costs that part alone; the record goes to the dead letters with the faults of its parts. The reasons of dead letters:
 
     bad-record          no object, an unknown type, or a required field is missing or wrong
     bad-part            some of its parts; ``parts`` in the letter names them
@@ -40,7 +39,6 @@ import numpy.typing as npt
 from tailrace.errors import BadRequest
 
 MAX_CHANNEL = (1 << 32) - 1
-"""Highest number of a channel."""
 Time: TypeAlias = int | str
 """Nanoseconds since the epoch, as written in JSON."""
 ChannelId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_CHANNEL)]
@@ -53,7 +51,6 @@ CLOSED: frozenset[str] = frozenset(get_args(Closed))
 LONGEST = 1_000
 """Limit of the bytes of a session's name."""
 FIRST, LAST = -(2**63), 2**63 - 1
-"""Bounds of time."""
 
 _DIGITS = re.compile(r"-?[0-9]{1,19}")
 _UNFIT = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
@@ -68,8 +65,6 @@ class Refused(ValueError):
 
 
 class Fault(msgspec.Struct, frozen=True, array_like=True):
-    """A bad part of a record."""
-
     part: str
     """Name of the part, such as ``periodic[2]``."""
     what: str
@@ -232,7 +227,6 @@ def parse(value: bytes) -> tuple[Record, Sequence[Fault]]:
 
 
 def _leniently(value: bytes, error: Exception) -> tuple[Record, Sequence[Fault]]:
-    """Parse an invalid record field by field."""
     head(value)  # raises if the routing fields are bad: callers have read the session from them
     try:
         fields = _decode_fields(value)

@@ -15,11 +15,10 @@ Without them a pipeline that repeats records which Kafka still has would write t
 costs less: if it speaks after all, it begins anew, under a new number.
 
 ``trim`` removes the oldest entries of each session from all streams, also from those of other programs. Every entry is
-weighed once: the weights stay in memory, and a run continues where the last one ended. After a restart, of upkeep or of
-the store, everything is weighed anew. Invariant: the call that removes entries also notes the loss for readers, so a
-reader who finds no note has missed nothing. A stream keeps the newest entries of each session, limited by count, bytes
-and age (``Weights``). One session never costs another its entries, unless the whole stream has too many bytes: then the
-largest session gives first. Only the oldest entries of a session go, so the rest of it has no hole.
+weighed once; after a restart, of upkeep or of the store, everything is weighed anew. Invariant: the call that removes
+entries also notes the loss for readers, so a reader who finds no note has missed nothing. A stream keeps the newest
+entries of each session, limited by count, bytes and age (``Weights``). One session never costs another its entries,
+unless the whole stream has too many bytes: then the largest gives first. Only the oldest go, so no session has a hole.
 """
 
 from __future__ import annotations
@@ -61,11 +60,8 @@ LEASE = "session-upkeep"
 WEIGHED = 500, 2 << 20
 """Limits of entries and bytes to weigh in one call."""
 SHED = 200
-"""Limit of entries to remove in one call."""
 NAMES_AT_ONCE = 200
-"""Limit of sessions in one round trip."""
 SCANNED = 1_000
-"""Keys of the store to scan in one call."""
 AGAIN_MS = 600_000
 """Time for which an abandonment is repeated: upkeep may have died between the hash and the stream."""
 ROUND = 20_000
@@ -183,9 +179,8 @@ def _abandon(store: SessionStore, candidate: _Candidate) -> bool:
     if abandoned.state == session.state or session.heard > candidate.heard_ms:
         return False
     entries = [(abandoned.number, pack(burst)) for burst in bursts([session_json(abandoned.json)])]
-    return store.write(
-        [Write(candidate.stream, "", NOTHING, NOTHING, [SessionChange.of(abandoned, value)], entries)]
-    ) == [Verdict.OK]
+    write = Write(candidate.stream, "", NOTHING, NOTHING, [SessionChange.of(abandoned, value)], entries)
+    return store.write([write]) == [Verdict.OK]
 
 
 class Forgetting(_SessionJob):
@@ -239,8 +234,6 @@ def _session(value: bytes) -> Session | None:
 
 
 class TrimMemory:
-    """The weights of earlier runs."""
-
     def __init__(self) -> None:
         self._weights: dict[str, Weights] = {}
         self._processes: Mapping[str, str] = {}
@@ -311,11 +304,7 @@ class IndexedSession(NamedTuple):
 
 
 class SessionUpkeep(SessionStore):
-    """The operations of upkeep on stored sessions.
-
-    Every call is short, so that the server stays responsive, and safe beside writers: whatever has changed since it
-    was read stays.
-    """
+    """The operations of upkeep: short, and safe beside writers, since whatever has changed since it was read stays."""
 
     def maintained(self) -> list[str]:
         """Return the streams to maintain: all but those of others whose names have braces, or that are no streams."""
@@ -457,13 +446,15 @@ class _Line:
         some = slice(self._first, self._first + count)
         return list(zip(self._ms[some], self._seq[some], strict=True))
 
-    def drop(self, count: int) -> None:
-        self.bytes -= sum(self._sizes[self._first : self._first + count])
+    def drop(self, count: int) -> int:
+        freed = sum(self._sizes[self._first : self._first + count])
+        self.bytes -= freed
         self._first += count
         if self._first > _SPARE and self._first > len(self):
             for column in (self._ms, self._seq, self._sizes):
                 del column[: self._first]
             self._first = 0
+        return freed
 
 
 class Weights:
@@ -507,16 +498,12 @@ class Weights:
     def drop(self, number: int, count: int) -> int:
         """Drop the oldest entries of a session; return their bytes."""
         line = self._lines[number]
-        before = line.bytes
-        line.drop(count)
+        freed = line.drop(count)
         if not line:
             del self._lines[number]
-        return before - line.bytes
+        return freed
 
 
 def stale_trims(trimmed: Mapping[int, EntryId], known: Collection[int], oldest_ms: int) -> list[int]:
-    """Return the numbers of sessions that the stream does not know any more, and last trimmed before ``oldest_ms``.
-
-    Their trim notes can be deleted: they have no entries, and their readers are gone.
-    """
+    """Return the unknown numbers that were last trimmed before ``oldest_ms``: nobody reads their trim notes now."""
     return [number for number, (ms, _) in trimmed.items() if ms < oldest_ms and number not in known]

@@ -9,9 +9,8 @@ further: so every outcome other than stored is noted in the stream, with the mar
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -95,12 +94,9 @@ class SessionsDriver(ViewDriver):
 
 
 class _SliceNames(NamedTuple):
-    """The sessions and configurations of a slice's records."""
-
     records: Slice
     identities: tuple[str, ...]
     configs: frozenset[str]
-    """Identifiers of the configurations that they name."""
 
 
 class _StreamState(NamedTuple):
@@ -115,10 +111,8 @@ class SessionsWriter(Writer):
     span_ms = DAY_MS
     future_ms = 0
 
-    def __init__(
-        self, shards: int, plan: SessionPlan, dead_letters: str, *, clock: Callable[[], float] = time.time
-    ) -> None:
-        self._shards, self._plan, self._topic, self._clock = shards, plan, dead_letters, clock
+    def __init__(self, shards: int, plan: SessionPlan, dead_letters: str) -> None:
+        self._shards, self._plan, self._topic = shards, plan, dead_letters
         self._topics = TopicFilter(plan.topics)
         self._catalogue = Catalogue()
         self._store: SessionStore | None = None
@@ -128,7 +122,7 @@ class SessionsWriter(Writer):
 
     def load(self, shards: Shards, work: Sequence[tuple[Slice, AppliedMarks]]) -> None:
         """Read marks, notes, sessions, the owners of their names, and configurations."""
-        self._store = store = SessionStore(shards, self._plan.store, self._clock)
+        self._store = store = SessionStore(shards, self._plan.store)
         former, self._names, self._states, self._streams = self._names, {}, {}, {}
         for records, _ in work:
             if records.partition.topic in self._topics:
@@ -194,12 +188,12 @@ class SessionsWriter(Writer):
         drafts: list[StreamDraft] = []
         if end > builder.mark:
             draft = known.draft(stream, writer, builder.mark, end, recorder.write())
-            if builder.notes:
+            if builder.has_notes:
                 name = _notes_name(writer)
                 seen, version = known.renew(name)
-                notes = builder.all_notes()
-                text = msgspec.json.encode(list(notes.items())).decode()
-                value = Session(name, stream, 0, "0-0", "closed", "{}", text, writer, max(notes), 0).encode()
+                text = msgspec.json.encode(list(builder.all_notes.items())).decode()
+                last = max(builder.all_notes)
+                value = Session(name, stream, 0, "0-0", "closed", "{}", text, writer, last, 0).encode()
                 draft = draft._replace(notes=SessionChange(name, 0, seen, value, (0, 0, 0), {}, version))
             drafts.append(draft)
         return Window(builder.home, end, builder.items(), rows=drafts)
@@ -214,20 +208,20 @@ class _WindowBuilder:
         self.mark, self.rows = state.mark, 0
         """Mark of the stream before this window; records of the window."""
         self.end = state.mark
-        self.notes: dict[int, RecordOutcome] = {}
         older = sum(offset <= counted for offset in state.notes)
-        self._all: dict[int, RecordOutcome] = dict(sorted(state.notes.items())[max(0, older - OLDER) :])
+        self.all_notes = dict(sorted(state.notes.items())[max(0, older - OLDER) :])
+        """Notes of this window, of those before it, and of the last counted records."""
         self._clear()
 
     def _clear(self) -> None:
         self._counts: dict[str, int] = {}
         self._letters: list[Arg] = []
-        self._newest, self.size = 0, 0
+        self._newest, self.size, self.has_notes = 0, 0, False
 
     def add(self, i: int, outcome: RecordOutcome, *, noted: bool = False) -> None:
         self.end, self.rows = self.records.offsets[i], self.rows + 1
         if noted and outcome is not STORED:
-            self.notes[self.end] = outcome
+            self.all_notes[self.end], self.has_notes = outcome, True
         if self.end <= self._counted:
             return
         self._newest = max(self._newest, self.records.times[i])
@@ -240,11 +234,6 @@ class _WindowBuilder:
             self._letters += letter
             self.size += sum(len(part) for part in letter if isinstance(part, bytes))
 
-    def all_notes(self) -> dict[int, RecordOutcome]:
-        """Return all notes of records that the home shard has not counted yet."""
-        self._all |= self.notes
-        return self._all
-
     def items(self) -> list[Arg]:
         """Return the home shard's items, and begin the next window."""
         items: list[Arg] = []
@@ -252,7 +241,7 @@ class _WindowBuilder:
             items += ["C", "in", total, "T", self._newest, *self._letters]
             for counter, n in self._counts.items():
                 items += ["C", counter, n]
-        self.mark, self.rows, self.notes = max(self.mark, self.end), 0, {}
+        self.mark, self.rows = max(self.mark, self.end), 0
         self._clear()
         return items
 

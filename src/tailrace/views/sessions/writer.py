@@ -215,9 +215,7 @@ class SessionWriter:
     ) -> None:
         """Write samples at a fixed interval, times in nanoseconds: ``values``, or ``data``, their packed bytes."""
         self._part(
-            session,
-            "periodic",
-            {"channel": channel, "start": start, "interval": interval, "values": values, "data": data, "as_": as_},
+            "periodic", session, channel=channel, start=start, interval=interval, values=values, data=data, as_=as_
         )
 
     def timestamped(
@@ -231,9 +229,7 @@ class SessionWriter:
         session: str | None = None,
     ) -> None:
         """Write samples with individual times."""
-        self._part(
-            session, "timestamped", {"channel": channel, "times": times, "values": values, "data": data, "as_": as_}
-        )
+        self._part("timestamped", session, channel=channel, times=times, values=values, data=data, as_=as_)
 
     def row(
         self,
@@ -246,7 +242,7 @@ class SessionWriter:
         session: str | None = None,
     ) -> None:
         """Write one sample of each of several channels, at one time."""
-        self._part(session, "rows", {"channels": channels, "time": time, "values": values, "data": data, "as_": as_})
+        self._part("rows", session, channels=channels, time=time, values=values, data=data, as_=as_)
 
     def event(
         self,
@@ -259,11 +255,11 @@ class SessionWriter:
         session: str | None = None,
     ) -> None:
         """Write an event."""
-        self._part(session, "events", {"id": definition, "time": time, "app": app, "text": text, "values": values})
+        self._part("events", session, id=definition, time=time, app=app, text=text, values=values)
 
     def range(self, start: int, end: int, session: str | None = None) -> None:
         """Extend the session's time range, with or without samples."""
-        self._part(session, "range", {"start": start, "end": end})
+        self._part("range", session, start=start, end=end)
 
     def close_session(
         self, state: telemetry.Closed = "closed", json: Mapping[str, Any] | None = None, session: str | None = None
@@ -295,7 +291,7 @@ class SessionWriter:
             raise _refused(identity, "bad-part", faults)
         return update
 
-    def _part(self, session: str | None, name: str, arguments: Mapping[str, Any]) -> None:
+    def _part(self, name: str, session: str | None, **arguments: Any) -> None:
         """Record a part of data, made of copies of a method's arguments."""
         identity, copies = self._of(session), _EVENT_COPIES if name == "events" else _COPIES
         try:
@@ -365,18 +361,14 @@ class SessionWriter:
         self._ahead_ms = self._store.server_ms(self._stream) - round(self._clock() * 1000)
 
     def _begin(self, identities: set[str], values: Mapping[str, bytes]) -> None:
-        """Make a new recorder of the stored sessions."""
         self._known, self._met = Known(), identities
         self._numbers: Numbers = {}
         self._known.learn(self._stream, values, self._store.owners(identities))
         learn_configs(self._store, self._catalogue, [self._known])
-        known, options = self._known, self._options
-        self._recorder = Recorder(
-            self._stream, self._writer, known.sessions, known.elsewhere, self._catalogue, options.burst
-        )
+        known, target = self._known, self._options.burst
+        self._recorder = Recorder(self._stream, self._writer, known.sessions, known.elsewhere, self._catalogue, target)
 
     def _meet(self, identity: str, named: set[str]) -> None:
-        """Load a session, and configurations that a record names."""
         if identity not in self._met:
             _, values = self._store.read(self._stream, self._writer, [identity])
             self._known.learn(self._stream, values, self._store.owners([identity]))
