@@ -119,8 +119,8 @@ def _plain(block: bytes | memoryview, name: str = "plain") -> bytes:
     return bytes(block)
 
 
-def _block(block: bytes | memoryview, name: str = "block", most: int = MAX_BURST) -> bytes:
-    room = min(most, len(block) * _MOST_RATIO)
+def _block(block: bytes | memoryview, name: str = "block", most: int | None = None) -> bytes:
+    room = min(MAX_BURST if most is None else most, len(block) * _MOST_RATIO)
     try:
         data: bytes = lz4.block.decompress(block, uncompressed_size=room)
     except lz4.block.LZ4BlockError:
