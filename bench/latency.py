@@ -53,7 +53,7 @@ def run(bench: Bench) -> None:
     with tempfile.TemporaryDirectory(prefix="tailrace-bench-") as folder:
         with stack(Path(folder), ALL_VIEWS) as running:
             create(running.bootstrap, "telemetry", 1)
-            _start(bench, running, "empty folder, cold caches of files")
+            _start(bench, running, "empty folder")
             if given.warm:
                 _measure(bench, running, 1000, 4, given.warm, note=False)
             for _ in range(given.repeat):
